@@ -1,0 +1,179 @@
+"""The capture buffer and the binding of the target model's top-k modules to its layers.
+
+    top-k kernel -> CaptureBuffer.ids[layer, token, column]
+
+A top-k module is bound by hanging a `LayerCapture` on its `TopKConfig`, which the base hands to every routing function.
+A draft model's modules are never bound, so they cannot write, whatever their layer ids are.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Dict, List, Optional
+
+import torch
+from torch import nn
+
+from sglang.srt.layers.moe.routed_experts.policy import RowShape
+
+_ATTRIBUTE = "routed_experts_capture"
+_LAYER_IN_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|$)")
+
+
+class CaptureBuffer:
+    """int32 [layers, capacity, width] at a fixed address, layer-major: one layer's part is contiguous.
+
+    Written by the forward alone (by top-k kernels directly, or by one copy a layer), on the forward stream and inside
+    CUDA graphs. Read by pack on the same stream. `width` is top-k plus fused shared-expert columns. Dense layers are
+    never written and stay zero, which is what the wire promises for them.
+    """
+
+    def __init__(self, shape: RowShape, capacity: int, width: int, device: str) -> None:
+        self.capacity = capacity
+        self.ids = torch.zeros((shape.num_layers, capacity, width), dtype=torch.int32, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.ids.numel() * self.ids.itemsize
+
+
+class LayerCapture:
+    """One bound top-k module's place in the capture buffer."""
+
+    def __init__(self, layer: int, name: str, buffer: CaptureBuffer, direct: bool) -> None:
+        self.layer = layer
+        self.name = name
+        self.direct = direct
+        self.reached = False
+        self._rows = buffer.ids[layer]
+
+    def output(self, num_tokens: int, top_k: int) -> Optional[torch.Tensor]:
+        """Where a kernel may write its ids: int32 [num_tokens, top_k], or None if they must be copied instead.
+
+        None too for more tokens than the buffer holds: a direct write would run into the next layer.
+        """
+        capacity, width = self._rows.shape
+        if not self.direct or top_k != width or num_tokens > capacity:
+            return None
+        return self._rows[:num_tokens]
+
+    def write(self, topk_ids: torch.Tensor) -> None:
+        """Take over one forward's ids [tokens, <= width], unless the kernel has written them here itself.
+
+        A forward beyond the buffer's capacity is left out; the capturer marks its rows as bad.
+        """
+        num_tokens, columns = topk_ids.shape
+        capacity = self._rows.shape[0]
+        if num_tokens > capacity:
+            return
+        # A traced graph (piecewise CUDA graphs) copies always: addresses cannot be compared there.
+        if not torch.compiler.is_compiling():
+            self.reached = True
+            if self.direct and topk_ids.data_ptr() == self._rows.data_ptr():
+                return
+        self._rows[:num_tokens, :columns].copy_(topk_ids)
+
+
+def capture_topk_ids(topk_config: object, topk_ids: torch.Tensor) -> None:
+    """Seam in the base's routing, before logical ids become physical ones. Does nothing for unbound modules."""
+    layer = getattr(topk_config, _ATTRIBUTE, None)
+    if layer is not None:
+        layer.write(topk_ids)
+
+
+def direct_topk_output(topk_config: object, router_logits: torch.Tensor) -> Dict[str, torch.Tensor]:
+    """Keyword arguments that let a kernel write its ids into the capture buffer, or none of them.
+
+    Not while a graph is traced (piecewise CUDA graphs): there the ids are copied, inside the traced graph.
+    """
+    layer = getattr(topk_config, _ATTRIBUTE, None)
+    if layer is None or torch.compiler.is_compiling():
+        return {}
+    out = layer.output(router_logits.shape[0], topk_config.top_k)
+    return {} if out is None else {"topk_ids_out": out}
+
+
+def layer_index(name: str, layer_id: Optional[int]) -> Optional[int]:
+    """A module's decoder layer: what it says itself, else the number in its name (Granite-MoE's top-k says nothing)."""
+    if layer_id is not None:
+        return layer_id
+    found = _LAYER_IN_NAME.search(name)
+    return int(found.group(1)) if found else None
+
+
+def find_topk_modules(model: nn.Module) -> Dict[str, nn.Module]:
+    from sglang.srt.layers.moe.topk import TopK
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, TopK)}
+
+
+def buffer_width(model: nn.Module) -> int:
+    """Columns that the model's top-k modules write, fused shared experts included. 0 if there are none."""
+    return max((m.topk_config.top_k for m in find_topk_modules(model).values()), default=0)
+
+
+def bind_layers(
+    model: nn.Module, shape: RowShape, buffer: CaptureBuffer, direct: bool
+) -> List[LayerCapture]:
+    """Bind every top-k module of the target model to its layer.
+
+    Raises:
+        ValueError: naming the MoE layers whose routing never reaches the capture, and why.
+    """
+    bound: Dict[int, LayerCapture] = {}
+    problems: List[str] = []
+    for name, module in find_topk_modules(model).items():
+        layer = layer_index(name, getattr(module, "layer_id", None))
+        problem = _why_not_captured(module, layer, shape)
+        if problem is None and layer in bound:
+            problem = f"shares layer {layer} with {bound[layer].name}"
+        if problem is not None:
+            problems.append(f"{name}: {problem}")
+            continue
+        bound[layer] = LayerCapture(layer, name, buffer, direct)
+        setattr(module.topk_config, _ATTRIBUTE, bound[layer])
+    problems += [
+        f"{name}: its routing does not go through TopK"
+        for name, layer in _expert_layers(model).items()
+        if layer not in bound
+    ]
+    if problems or not bound:
+        raise ValueError(
+            "--enable-return-routed-experts cannot capture the routing of these MoE layers; start without the flag, "
+            "or with another --moe-runner-backend: " + ("; ".join(problems) or "the model has no TopK")
+        )
+    return list(bound.values())
+
+
+def _why_not_captured(module: nn.Module, layer: Optional[int], shape: RowShape) -> Optional[str]:
+    from sglang.srt.layers.moe import get_moe_runner_backend
+    from sglang.srt.layers.moe.topk import TopKOutputFormat
+
+    if layer is None:
+        return "no layer id"
+    if not 0 <= layer < shape.num_layers:
+        return f"layer {layer} is outside the model's {shape.num_layers} layers"
+    config = module.topk_config
+    if config.top_k - config.num_fused_shared_experts != shape.top_k:
+        return f"top-k {config.top_k - config.num_fused_shared_experts} where the config says {shape.top_k}"
+    backend = get_moe_runner_backend()
+    output_format = config.output_format
+    if output_format is None and backend.is_triton_kernels():
+        output_format = TopKOutputFormat.TRITON_KERNEL
+    if output_format is None and (
+        backend.is_flashinfer_trtllm() or backend.is_flashinfer_mxfp4()
+    ):
+        output_format = TopKOutputFormat.BYPASSED
+    if output_format not in (None, TopKOutputFormat.STANDARD):
+        return f"top-k format {output_format.name} (the MoE kernel routes by itself)"
+    return None
+
+
+def _expert_layers(model: nn.Module) -> Dict[str, Optional[int]]:
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    return {
+        name: layer_index(name, getattr(module, "layer_id", None))
+        for name, module in model.named_modules()
+        if isinstance(module, FusedMoE)
+    }

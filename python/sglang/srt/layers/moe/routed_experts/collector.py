@@ -1,0 +1,142 @@
+"""From a finished or retracted request to its answer: gather its rows from the store into shared memory.
+
+    schedule stream:  slot ids of the request -> fresh tensor, slots_ready.record()
+    collect stream:   slots_ready.wait, filed.wait | collect -> shared memory, READY | collected.record()
+
+`filed` is that of the step being processed, not of the step in flight, so an answer never waits for the next forward.
+The next filing waits for `collected`: the request's KV slots, and its row of `req_to_token`, are reused at once.
+Nothing here waits on the host, and nothing here changes what the scheduler runs or frees.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Optional
+
+import torch
+
+from sglang.srt.layers.moe.routed_experts import kernels
+from sglang.srt.layers.moe.routed_experts.policy import RowShape
+from sglang.srt.layers.moe.routed_experts.store import RowFiler
+from sglang.srt.layers.moe.routed_experts.streams import Event, SideStream, new_event
+from sglang.srt.layers.moe.routed_experts.transport import RowsArena, RowsBlock, RowsDescriptor
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+
+logger = logging.getLogger(__name__)
+
+HEADER_WORDS = 16
+
+
+@dataclass
+class EarnedRows:
+    """Rows [start, start + count) that a request had earned before it was retracted.
+
+    They stay what they were when the tokens were sampled: the prefix is recomputed later, perhaps with other weights.
+    Written once by the collect kernel; read when the request is retracted again or finishes. Freed with the request.
+    """
+
+    block: "RowsBlock | PrivateBlock"
+    start: int
+    count: int
+
+
+class PrivateBlock:
+    """Rows outside shared memory, for when they travel in the message: same views as a RowsBlock."""
+
+    def __init__(self, num_bytes: int, device: str) -> None:
+        pinned = device == "cuda"
+        self.rows = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+        self.header = torch.zeros(HEADER_WORDS, dtype=torch.int32, pin_memory=pinned)
+
+
+class RowCollector:
+    """Serves the scheduler of one answering rank. Used by its thread alone."""
+
+    def __init__(
+        self, filer: RowFiler, shape: RowShape, device: str, arena: Optional[RowsArena]
+    ) -> None:
+        self._filer = filer
+        self._shape = shape
+        self._device = device
+        self._arena = arena
+        self._stream = SideStream(device)
+        self._slots_ready = new_event(device)
+        self._collected = new_event(device)
+        self._filed: Optional[Event] = None
+        self._warned = False
+
+    def step_processed(self, filed: Event) -> None:
+        """The scheduler now processes the step behind `filed`; what is collected waits for that."""
+        self._filed = filed
+
+    def collect(self, req: Req, pool: ReqToTokenPool) -> RowsDescriptor:
+        """The answer of a finished request: rows [start_len, prompt + completion - 1).
+
+        Call before its KV slots are released. The rows are complete when READY is set in their header.
+        """
+        start = req.routed_experts_start_len
+        end = len(req.origin_input_ids) + len(req.output_ids_through_stop) - 1
+        shape = (max(end - start, 0), self._shape.num_layers, self._shape.top_k)
+        common = dict(start_len=start, wanted=req.routed_experts_dtype)
+        if shape[0] == 0:
+            return RowsDescriptor(dtype=self._shape.dtype_name, shape=shape, **common)
+        block = self._gather(req, pool, start, end)
+        if isinstance(block, RowsBlock):
+            return block.descriptor(dtype=self._shape.dtype_name, shape=shape, **common)
+        self._collected.synchronize()
+        bad = int(block.header[kernels.BAD_WORD])
+        return RowsDescriptor(
+            dtype=self._shape.dtype_name,
+            shape=shape,
+            error=f"{bad} of {shape[0]} rows were not captured" if bad else None,
+            data=None if bad else block.rows.numpy().tobytes(),
+            **common,
+        )
+
+    def keep_earned(self, req: Req, pool: ReqToTokenPool) -> None:
+        """Keep what a request has earned before it is retracted. Call before its KV slots are released."""
+        start = req.routed_experts_start_len
+        end = len(req.origin_input_ids) + len(req.output_ids) - 1
+        # The base throws away the output of requests with input embeddings when it retracts them.
+        if end <= start or req.input_embeds is not None:
+            return
+        block = self._gather(req, pool, start, end)
+        req.routed_experts_earned = EarnedRows(block, start, end - start)
+
+    def _gather(self, req: Req, pool: ReqToTokenPool, start: int, end: int):
+        row_bytes = self._shape.row_bytes
+        block = self._new_block((end - start) * row_bytes)
+        rows = block.rows.view(-1, row_bytes)
+        earned: Optional[EarnedRows] = getattr(req, "routed_experts_earned", None)
+        kept = min(earned.count, end - start) if earned is not None else 0
+        slots = pool.req_to_token[req.req_pool_idx, start + kept : end].clone()
+        self._slots_ready.record()
+        self._stream.wait(self._slots_ready)
+        if self._filed is not None:
+            self._stream.wait(self._filed)
+        with self._stream:
+            if kept:
+                rows[:kept].copy_(earned.block.rows.view(-1, row_bytes)[:kept], non_blocking=True)
+                block.header[kernels.BAD_WORD] = earned.block.header[kernels.BAD_WORD]
+            store = self._filer.store
+            kernels.collect(store.rows, store.status, slots, rows[kept:], block.header)
+        self._stream.uses(slots)
+        self._stream.record(self._collected)
+        self._filer.wait_for_collect(self._collected)
+        return block
+
+    def _new_block(self, num_bytes: int) -> "RowsBlock | PrivateBlock":
+        block = self._arena.allocate(num_bytes) if self._arena is not None else None
+        if block is not None:
+            return block
+        if self._arena is not None and not self._warned:
+            self._warned = True
+            logger.warning(
+                "Routed experts: no room in shared memory, rows travel in the message. "
+                "Raise SGLANG_ROUTED_EXPERTS_SHM_MB to avoid the copies."
+            )
+        return PrivateBlock(num_bytes, self._device)

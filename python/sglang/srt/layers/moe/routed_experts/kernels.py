@@ -1,0 +1,290 @@
+"""The three moves of a row: pack (device buffer -> ring), file (ring -> host store), collect (store -> answer).
+
+Each move has one entry point that picks Triton on a GPU and plain torch on the CPU engine; the two must agree byte
+for byte (test/unit/pipeline/test_kernels.py runs the Triton side in the interpreter). Rows are handled as bytes once
+packed: `row_bytes = layers * top_k * itemsize`.
+
+Row status, one byte a KV slot: UNFILED (nothing was ever filed there), FILED, BAD (a step could not capture it).
+Collect counts every row that is not FILED, and the answer then carries an error instead of rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+UNFILED, FILED, BAD = 0, 1, 2
+READY_WORD, BAD_WORD = 0, 1
+PACK_TILE = 4096
+
+
+# Integers and pointers that change from step to step are not specialized on: a variant met first in the middle of
+# serving would compile there. `warm_up` launches every variant that is left.
+@triton.jit(
+    do_not_specialize=["first_row", "num_tokens"],
+    do_not_specialize_on_alignment=["cache_loc_ptr"],
+)
+def _pack_kernel(
+    buffer_ptr,
+    cache_loc_ptr,
+    rows_ptr,
+    slots_ptr,
+    status_ptr,
+    first_row,
+    num_tokens,
+    layer_stride,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    columns = tl.arange(0, BLOCK_C)
+    real = tokens < num_tokens
+    mask = real[:, None] & (columns < COLUMNS)[None, :]
+    source = (
+        (columns // TOP_K).to(tl.int64)[None, :] * layer_stride
+        + (first_row + tokens).to(tl.int64)[:, None] * WIDTH
+        + (columns % TOP_K)[None, :]
+    )
+    ids = tl.load(buffer_ptr + source, mask=mask, other=0)
+    out_of_range = ((ids < 0) | (ids >= NUM_EXPERTS)).to(tl.int32)
+    bad = tl.max(out_of_range, axis=1)
+    target = tokens.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
+    tl.store(rows_ptr + target, ids.to(rows_ptr.dtype.element_ty), mask=mask)
+    tl.store(status_ptr + tokens, (1 + bad).to(tl.uint8), mask=real)
+    tl.store(slots_ptr + tokens, tl.load(cache_loc_ptr + tokens, mask=real), mask=real)
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def _file_kernel(
+    rows_ptr,
+    slots_ptr,
+    status_ptr,
+    store_ptr,
+    store_status_ptr,
+    num_slots,
+    UNITS: tl.constexpr,
+    BLOCK_U: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    # Slot 0 is where the base writes padding; it never belongs to a request.
+    if (slot > 0) & (slot < num_slots):
+        units = tl.arange(0, BLOCK_U)
+        mask = units < UNITS
+        row = tl.load(rows_ptr + token * UNITS + units, mask=mask)
+        tl.store(store_ptr + slot * UNITS + units, row, mask=mask)
+        tl.store(store_status_ptr + slot, tl.load(status_ptr + token))
+
+
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=["slots_ptr", "out_ptr", "header_ptr"],
+)
+def _collect_kernel(
+    store_ptr,
+    store_status_ptr,
+    slots_ptr,
+    out_ptr,
+    header_ptr,
+    num_rows,
+    UNITS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_U: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    real = rows < num_rows
+    units = tl.arange(0, BLOCK_U)
+    slots = tl.load(slots_ptr + rows, mask=real, other=0).to(tl.int64)
+    mask = real[:, None] & (units < UNITS)[None, :]
+    data = tl.load(store_ptr + slots[:, None] * UNITS + units[None, :], mask=mask)
+    tl.store(out_ptr + rows.to(tl.int64)[:, None] * UNITS + units[None, :], data, mask=mask)
+    status = tl.load(store_status_ptr + slots, mask=real, other=1)
+    bad = tl.sum((status != 1).to(tl.int32), axis=0)
+    if bad > 0:
+        tl.atomic_add(header_ptr + 1, bad)
+
+
+@triton.jit(do_not_specialize_on_alignment=["header_ptr"])
+def _ready_kernel(header_ptr):
+    # Release at system scope: a host that sees 1 also sees every row written before, on this stream.
+    tl.atomic_xchg(header_ptr, 1, sem="release", scope="sys")
+
+
+def pack(
+    buffer: torch.Tensor,
+    first_row: int,
+    cache_loc: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    status: torch.Tensor,
+    top_k: int,
+    num_experts: int,
+) -> None:
+    """Turn `len(cache_loc)` tokens of the capture buffer into rows, beside their KV slots and their status.
+
+    Args:
+        buffer: int32 [layers, capacity, width], contiguous; columns from top_k on are fused shared experts: dropped.
+        first_row: this rank's first token in the buffer.
+        cache_loc: int64 (or int32) [n], KV slot of each token.
+        rows: uint8 or uint16 [>= n, layers * top_k], contiguous, written.
+        slots: int64 [>= n], written: a snapshot, for `cache_loc` is the scheduler's to reuse.
+        status: uint8 [>= n], written: FILED, or BAD where an id lies outside [0, num_experts).
+    """
+    num_tokens = cache_loc.shape[0]
+    if num_tokens == 0:
+        return
+    num_layers, _, width = buffer.shape
+    columns = num_layers * top_k
+    if not _on_gpu(buffer):
+        ids = buffer[:, first_row : first_row + num_tokens, :top_k]
+        ids = ids.permute(1, 0, 2).reshape(num_tokens, columns)
+        bad = ((ids < 0) | (ids >= num_experts)).any(dim=1)
+        rows[:num_tokens] = ids.to(rows.dtype)
+        status[:num_tokens] = bad.to(torch.uint8) + FILED
+        slots[:num_tokens] = cache_loc
+        return
+    launch_pack(buffer, first_row, cache_loc, rows, slots, status, top_k, num_experts)
+
+
+def launch_pack(buffer, first_row, cache_loc, rows, slots, status, top_k, num_experts) -> None:
+    """The Triton side of `pack`; also what the interpreter tests call on CPU tensors."""
+    num_tokens = cache_loc.shape[0]
+    num_layers, capacity, width = buffer.shape
+    columns = num_layers * top_k
+    block_c = triton.next_power_of_2(columns)
+    # A decode step is spread over as many programs as it has tokens; a prefill chunk amortizes them.
+    block_t = 1 if num_tokens <= 512 else max(1, PACK_TILE // block_c)
+    _pack_kernel[(triton.cdiv(num_tokens, block_t),)](
+        buffer,
+        cache_loc,
+        rows,
+        slots,
+        status,
+        first_row,
+        num_tokens,
+        capacity * width,
+        WIDTH=width,
+        TOP_K=top_k,
+        COLUMNS=columns,
+        NUM_EXPERTS=num_experts,
+        BLOCK_T=block_t,
+        BLOCK_C=block_c,
+        num_warps=4,
+    )
+
+
+def file(
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    status: torch.Tensor,
+    num_tokens: int,
+    store: torch.Tensor,
+    store_status: torch.Tensor,
+) -> None:
+    """Put packed rows where their KV slots say.
+
+    Args:
+        rows, slots, status: what `pack` wrote, rows as uint8 [>= n, row_bytes].
+        num_tokens: how many of them.
+        store: uint8 [num_slots, row_bytes]; host memory that the GPU can address, or plain memory on the CPU engine.
+        store_status: uint8 [num_slots], on the device.
+    """
+    if num_tokens == 0:
+        return
+    if not _on_gpu(rows):
+        slots = slots[:num_tokens]
+        keep = (slots > 0) & (slots < store.shape[0])
+        kept = slots[keep]
+        store[kept] = rows[:num_tokens][keep]
+        store_status[kept] = status[:num_tokens][keep]
+        return
+    launch_file(rows, slots, status, num_tokens, store, store_status)
+
+
+def launch_file(rows, slots, status, num_tokens, store, store_status) -> None:
+    """The Triton side of `file`."""
+    row_bytes = store.shape[1]
+    unit = _widest_unit(row_bytes)
+    units = row_bytes // unit.itemsize
+    _file_kernel[(num_tokens,)](
+        rows.view(unit),
+        slots,
+        status,
+        store.view(unit),
+        store_status,
+        store.shape[0],
+        UNITS=units,
+        BLOCK_U=triton.next_power_of_2(units),
+        num_warps=1,
+    )
+
+
+def collect(
+    store: torch.Tensor,
+    store_status: torch.Tensor,
+    slots: torch.Tensor,
+    out: torch.Tensor,
+    header: torch.Tensor,
+) -> None:
+    """Gather a request's rows into its answer and then raise the answer's READY word.
+
+    Args:
+        store, store_status: as for `file`.
+        slots: int32 or int64 [n] on the device, the request's KV slots in order.
+        out: uint8 [n, row_bytes], shared memory.
+        header: int32 [>= 2], shared memory: word 0 becomes 1 after the rows, word 1 counts rows that are not FILED.
+    """
+    if slots.shape[0] > 0:
+        if not _on_gpu(slots):
+            out.copy_(store[slots.long()])
+            header[BAD_WORD] += int((store_status[slots.long()] != FILED).sum())
+        else:
+            launch_collect(store, store_status, slots, out, header)
+    mark_ready(header, on_gpu=_on_gpu(slots))
+
+
+def launch_collect(store, store_status, slots, out, header) -> None:
+    """The Triton side of `collect`, without the READY word."""
+    row_bytes = store.shape[1]
+    unit = _widest_unit(row_bytes)
+    units = row_bytes // unit.itemsize
+    block_u = triton.next_power_of_2(units)
+    block_r = max(1, 1024 // block_u)
+    num_rows = slots.shape[0]
+    _collect_kernel[(triton.cdiv(num_rows, block_r),)](
+        store.view(unit),
+        store_status,
+        slots,
+        out.view(unit),
+        header,
+        num_rows,
+        UNITS=units,
+        BLOCK_R=block_r,
+        BLOCK_U=block_u,
+        num_warps=4,
+    )
+
+
+def mark_ready(header: torch.Tensor, on_gpu: bool) -> None:
+    """Raise READY behind everything launched on the current stream (or at once on the CPU engine)."""
+    if on_gpu:
+        _ready_kernel[(1,)](header, num_warps=1)
+    else:
+        header[READY_WORD] = 1
+
+
+def _on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cuda"
+
+
+def _widest_unit(row_bytes: int) -> torch.dtype:
+    """The widest integer type of which a row is a whole number: the fewest accesses across the bus."""
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        if row_bytes % dtype.itemsize == 0:
+            return dtype
+    return torch.uint8

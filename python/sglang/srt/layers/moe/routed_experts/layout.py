@@ -1,0 +1,96 @@
+"""Whose rows are in the capture buffer, and where this rank's begin. See docs/pipeline.md for the table behind it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Tuple
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.server_args import ServerArgs
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """How the tokens of a forward lie at a sparse layer of this rank.
+
+    dp_rank, dp_size: this rank's place in DP attention; (0, 1) without it.
+    scattered: sparse layers run on tokens scattered over the attention-TP group (an all-to-all back end), so capture
+        gathers them over that group and the buffer holds this rank's batch alone.
+    answers: this rank's scheduler sends answers; only such ranks keep rows.
+    """
+
+    dp_rank: int = 0
+    dp_size: int = 1
+    scattered: bool = False
+    answers: bool = True
+
+    @property
+    def gathered(self) -> bool:
+        """The buffer holds every DP rank's tokens: dp ranks are sliced, unless the tokens were scattered."""
+        return self.dp_size > 1 and not self.scattered
+
+    @property
+    def captures(self) -> bool:
+        """A rank that answers needs the ids; where tokens are scattered, its group's other ranks hold some of them."""
+        return self.answers or self.scattered
+
+
+def rank_layout(server_args: ServerArgs) -> RankLayout:
+    """Read this rank's layout from the base's process groups, which must be initialized."""
+    from sglang.srt.layers.dp_attention import (
+        get_attention_dp_rank,
+        get_attention_dp_size,
+        get_attention_tp_rank,
+    )
+    from sglang.srt.layers.moe.utils import (
+        get_moe_a2a_backend,
+        should_use_flashinfer_cutlass_moe_fp4_allgather,
+    )
+
+    scattered = (
+        not get_moe_a2a_backend().is_none() or should_use_flashinfer_cutlass_moe_fp4_allgather()
+    )
+    dp = server_args.enable_dp_attention
+    return RankLayout(
+        dp_rank=get_attention_dp_rank() if dp else 0,
+        dp_size=get_attention_dp_size() if dp else 1,
+        scattered=scattered,
+        answers=get_attention_tp_rank() == 0,
+    )
+
+
+def get_local_range(
+    layout: RankLayout,
+    forward_batch: ForwardBatch,
+    decode_graph: Tuple[int, int] | None,
+) -> Tuple[int, int]:
+    """This rank's tokens in the capture buffer as (first row, number of rows), from counts that the host has.
+
+    Args:
+        layout: this rank's.
+        forward_batch: after its forward; padding tokens have KV slot 0.
+        decode_graph: (padded requests, tokens a request) of the CUDA graph that was replayed, None without one.
+            Piecewise graphs count as none: the decode runner's numbers are stale there.
+
+    In a graph every DP rank has the same padded number of tokens. Without one, `global_num_tokens_cpu` holds what each
+    rank was padded to (to a multiple of the attention-TP size, or to the longest rank).
+    """
+    num_rows = forward_batch.out_cache_loc.shape[0]
+    if not layout.gathered:
+        return 0, num_rows
+    if decode_graph is not None:
+        padded_requests, tokens_per_request = decode_graph
+        return layout.dp_rank * padded_requests * tokens_per_request, num_rows
+    return sum(forward_batch.global_num_tokens_cpu[: layout.dp_rank]), num_rows
+
+
+def replayed_decode_graph(
+    model_runner: ModelRunner, forward_batch: ForwardBatch, can_run_graph: bool
+) -> Tuple[int, int] | None:
+    """(padded requests, tokens a request) if this forward replayed the decode runner's CUDA graph."""
+    runner = model_runner.graph_runner
+    if not can_run_graph or runner is None or not forward_batch.forward_mode.is_cuda_graph():
+        return None
+    return runner.bs, runner.num_tokens_per_bs

@@ -1,0 +1,189 @@
+"""The host store: one row for every KV slot, and the ring through which rows reach it off the forward stream.
+
+    forward stream:  ... top-k kernels | pack -> ring slot, packed.record() | next forward ...
+    side stream:                         packed.wait | file -> host store, filed.record()
+
+A ring slot is packed into again only behind the `filed` event of its last use, and rows are filed only behind the last
+collect: that is what keeps step t's rows apart from step t+1's, however slow either side is.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from dataclasses import dataclass
+from typing import List, Optional
+
+import psutil
+import torch
+
+from sglang.srt.layers.moe.routed_experts import kernels
+from sglang.srt.layers.moe.routed_experts.policy import RowShape
+from sglang.srt.layers.moe.routed_experts.streams import (
+    Event,
+    SideStream,
+    current_stream_waits,
+    new_event,
+)
+
+logger = logging.getLogger(__name__)
+
+RING_SLOTS = 2
+
+
+@dataclass
+class RingSlot:
+    """One step's rows on their way to the store.
+
+    Written by `RowFiler.file_step` alone: by pack on the forward stream, behind `filed` of the slot's last use. Read by
+    the file kernel on the side stream, behind `packed`.
+    """
+
+    rows: torch.Tensor  # uint8 or uint16 [capacity, layers * top_k]
+    slots: torch.Tensor  # int64 [capacity]
+    status: torch.Tensor  # uint8 [capacity]
+    packed: Event
+    filed: Event
+
+    @property
+    def row_bytes_view(self) -> torch.Tensor:
+        return self.rows.view(torch.uint8)
+
+
+class HostStore:
+    """Rows by KV slot: uint8 [num_slots, row_bytes] in host memory, pinned at its exact size, and a status byte a slot.
+
+    Owner: `RowFiler` writes (side stream), `RowCollector` reads (collect stream). Status bytes live on the device,
+    where both kernels run. torch's pinned allocator rounds up to a power of two, so the memory is a plain mapping
+    that is registered with CUDA.
+    """
+
+    def __init__(self, num_slots: int, shape: RowShape, device: str) -> None:
+        """Raises RuntimeError when the host has less memory than the store needs."""
+        self.num_bytes = num_slots * shape.row_bytes
+        available = psutil.virtual_memory().available
+        if self.num_bytes > available:
+            raise RuntimeError(
+                f"--enable-return-routed-experts needs {self.num_bytes / 2**30:.2f} GiB of host memory for "
+                f"{num_slots} KV slots, {available / 2**30:.2f} GiB are available. "
+                "Lower --max-total-tokens or --mem-fraction-static, or free host memory."
+            )
+        self._mapping = mmap.mmap(-1, self.num_bytes)
+        self.rows = torch.frombuffer(self._mapping, dtype=torch.uint8).view(
+            num_slots, shape.row_bytes
+        )
+        self.status = torch.zeros(num_slots, dtype=torch.uint8, device=device)
+        if device == "cuda":
+            register_host_memory(self.rows.data_ptr(), self.num_bytes)
+        logger.info(
+            f"Routed experts host store allocated. #slots: {num_slots}, row: {shape.row_bytes} bytes "
+            f"({shape.dtype_name}), size: {self.num_bytes / 2**30:.2f} GB"
+        )
+
+
+class RowFiler:
+    """Moves each step's rows from the capture buffer to the store. Owns the ring and the side stream."""
+
+    def __init__(self, capacity: int, shape: RowShape, device: str) -> None:
+        self._shape = shape
+        self._device = device
+        self._stream = SideStream(device)
+        self._ring: List[RingSlot] = [self._new_slot(capacity) for _ in range(RING_SLOTS)]
+        self.capacity = capacity
+        self._step = 0
+        self._last_collect: Optional[Event] = None
+        self.store: Optional[HostStore] = None
+
+    def _new_slot(self, capacity: int) -> RingSlot:
+        columns = self._shape.num_layers * self._shape.top_k
+        dtype = getattr(torch, self._shape.dtype_name)
+        return RingSlot(
+            rows=torch.zeros((capacity, columns), dtype=dtype, device=self._device),
+            slots=torch.zeros(capacity, dtype=torch.int64, device=self._device),
+            status=torch.zeros(capacity, dtype=torch.uint8, device=self._device),
+            packed=new_event(self._device),
+            filed=new_event(self._device),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = [t for slot in self._ring for t in (slot.rows, slot.slots, slot.status)]
+        return sum(t.numel() * t.itemsize for t in tensors)
+
+    def open(self, num_slots: int) -> HostStore:
+        """Allocate the store, once the KV pool's size is known, and compile the kernels."""
+        self.store = HostStore(num_slots, self._shape, self._device)
+        return self.store
+
+    def file_step(self, buffer: torch.Tensor, first_row: int, cache_loc: torch.Tensor) -> Event:
+        """Pack on the current stream, file on the side stream. Returns the event that marks the rows as filed.
+
+        Args:
+            buffer: int32 [layers, capacity, width], the capture buffer.
+            first_row: this rank's first token in it.
+            cache_loc: int64 [n], the step's KV slots; n <= capacity.
+
+        The event is reused RING_SLOTS steps later: wait for it before that.
+        """
+        slot = self._next_slot()
+        current_stream_waits(slot.filed)
+        kernels.pack(
+            buffer,
+            first_row,
+            cache_loc,
+            slot.rows,
+            slot.slots,
+            slot.status,
+            self._shape.top_k,
+            self._shape.num_experts,
+        )
+        self._file(slot, cache_loc.shape[0])
+        return slot.filed
+
+    def mark_bad(self, cache_loc: torch.Tensor) -> Event:
+        """Mark every KV slot of a step whose rows could not be captured; whoever asks for them gets an error."""
+        slot = self._next_slot()
+        capacity = slot.status.shape[0]
+        for start in range(0, cache_loc.shape[0], capacity):
+            part = cache_loc[start : start + capacity]
+            current_stream_waits(slot.filed)
+            slot.slots[: len(part)].copy_(part)
+            slot.status[: len(part)].fill_(kernels.BAD)
+            self._file(slot, len(part))
+        return slot.filed
+
+    def wait_for_collect(self, collected: Event) -> None:
+        """The next filing waits for `collected`: the slots that it reads may be somebody else's by then."""
+        self._last_collect = collected
+
+    def _next_slot(self) -> RingSlot:
+        self._step += 1
+        return self._ring[self._step % RING_SLOTS]
+
+    def _file(self, slot: RingSlot, num_tokens: int) -> None:
+        slot.packed.record()
+        self._stream.wait(slot.packed)
+        if self._last_collect is not None:
+            self._stream.wait(self._last_collect)
+            self._last_collect = None
+        with self._stream:
+            kernels.file(
+                slot.row_bytes_view,
+                slot.slots,
+                slot.status,
+                num_tokens,
+                self.store.rows,
+                self.store.status,
+            )
+        self._stream.record(slot.filed)
+
+
+def register_host_memory(address: int, num_bytes: int) -> None:
+    """Pin [address, address + num_bytes) and make it addressable from the GPU. Raises RuntimeError with CUDA's words."""
+    runtime = torch.cuda.cudart()
+    status = runtime.cudaHostRegister(address, num_bytes, 0)
+    if int(status) != 0:
+        raise RuntimeError(
+            f"cudaHostRegister of {num_bytes} bytes for routed experts failed: "
+            f"{runtime.cudaGetErrorString(status)}. Lower --max-total-tokens, or raise the host's limit on pinned memory."
+        )

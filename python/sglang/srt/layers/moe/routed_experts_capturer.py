@@ -1,0 +1,190 @@
+"""Routed experts: which experts every token was sent to, for trainers that replay routing.
+
+A row's way, in the order of the files in `sglang/srt/layers/moe/routed_experts/`: policy (may it be captured at all),
+capture (top-k kernel -> device buffer), layout (whose rows are these), kernels and store (pack, file), collector,
+transport, wire. This file is what the rest of SGLang calls.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, List, Optional, Tuple
+
+from sglang.srt.layers.moe.routed_experts import capture, layout, policy
+from sglang.srt.layers.moe.routed_experts.capture import (  # noqa: F401
+    capture_topk_ids,
+    direct_topk_output,
+)
+from sglang.srt.layers.moe.routed_experts.collector import RowCollector
+from sglang.srt.layers.moe.routed_experts.store import RowFiler
+from sglang.srt.layers.moe.routed_experts.streams import Event
+from sglang.srt.layers.moe.routed_experts.transport import open_arena
+from sglang.srt.layers.moe.routed_experts.wire import (  # noqa: F401
+    extract_routed_experts_from_meta_info,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.utils import GenerationBatchResult
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class RoutedExpertsOutput:
+    """What one forward hands to the output processor: `filed` marks the step's rows as being in the host store."""
+
+    filed: Event
+
+
+class RoutedExpertsCapturer:
+    """Off: every method returns at once. What draft workers and servers without the flag have."""
+
+    def open_store(self, model_runner: ModelRunner) -> None:
+        """Once the KV pool's size is known, before CUDA graphs are captured."""
+
+    def on_forward_end(
+        self, model_runner: ModelRunner, forward_batch: ForwardBatch, can_run_graph: bool
+    ) -> Optional[RoutedExpertsOutput]:
+        """On the forward stream, after each forward of this model runner."""
+        return None
+
+    def on_result(self, result: GenerationBatchResult) -> None:
+        """The scheduler begins to process a step's result."""
+
+    def collect(self, req: Req, pool: ReqToTokenPool) -> None:
+        """`req` has finished; its KV slots are about to be released. Sets `req.routed_experts`."""
+
+    def keep_earned(self, req: Req, pool: ReqToTokenPool) -> None:
+        """`req` is being retracted; its KV slots are about to be released."""
+
+    @staticmethod
+    def create(model_runner: ModelRunner) -> RoutedExpertsCapturer:
+        """The capturer of a model runner whose weights are loaded, before the KV pool is sized.
+
+        Raises:
+            ValueError: the model's routing cannot be captured; names the layers.
+        """
+        if (
+            not model_runner.server_args.enable_return_routed_experts
+            or model_runner.is_draft_worker
+        ):
+            return RoutedExpertsCapturer()
+        rank = layout.rank_layout(model_runner.server_args)
+        capturer = (
+            _TargetCapturer(model_runner, rank) if rank.captures else RoutedExpertsCapturer()
+        )
+        set_global_experts_capturer(capturer)
+        return capturer
+
+
+class _TargetCapturer(RoutedExpertsCapturer):
+    """Captures the target model's routing on one rank."""
+
+    def __init__(self, model_runner: ModelRunner, rank: layout.RankLayout) -> None:
+        args = model_runner.server_args
+        self._rank = rank
+        self._shape = policy.resolve_row_shape(model_runner.model_config.hf_text_config)
+        self._waits_in_place = args.disable_overlap_schedule
+        per_rank = policy.largest_forward_tokens(
+            args, model_runner.model_config.context_len, args.max_running_requests
+        )
+        self._buffer = capture.CaptureBuffer(
+            self._shape,
+            per_rank * (rank.dp_size if rank.gathered else 1),
+            max(capture.buffer_width(model_runner.model), self._shape.top_k),
+            model_runner.device,
+        )
+        self._layers: List[capture.LayerCapture] = capture.bind_layers(
+            model_runner.model,
+            self._shape,
+            self._buffer,
+            direct=model_runner.device == "cuda" and not rank.scattered,
+        )
+        self._unreached: Optional[List[capture.LayerCapture]] = self._layers
+        self._filer: Optional[RowFiler] = None
+        self._collector: Optional[RowCollector] = None
+        if rank.answers:
+            self._filer = RowFiler(per_rank, self._shape, model_runner.device)
+        size = self._buffer.num_bytes + (self._filer.num_bytes if self._filer else 0)
+        logger.info(
+            f"Routed experts device buffers allocated. #layers: {len(self._layers)}, "
+            f"#tokens: {self._buffer.capacity}, size: {size / 2**20:.2f} MB"
+        )
+
+    def open_store(self, model_runner: ModelRunner) -> None:
+        if self._filer is None:
+            return
+        self._filer.open(model_runner.max_total_num_tokens + model_runner.page_size)
+        self._collector = RowCollector(
+            self._filer, self._shape, model_runner.device, open_arena(model_runner.server_args)
+        )
+
+    def on_forward_end(
+        self, model_runner: ModelRunner, forward_batch: ForwardBatch, can_run_graph: bool
+    ) -> Optional[RoutedExpertsOutput]:
+        if self._filer is None or forward_batch.out_cache_loc is None:
+            return None
+        graph = layout.replayed_decode_graph(model_runner, forward_batch, can_run_graph)
+        first_row, num_rows = self._get_local_range(forward_batch, graph)
+        if num_rows == 0:
+            return None
+        if self._is_whole(first_row + num_rows, num_rows):
+            filed = self._filer.file_step(self._buffer.ids, first_row, forward_batch.out_cache_loc)
+        else:
+            filed = self._filer.mark_bad(forward_batch.out_cache_loc)
+        return RoutedExpertsOutput(filed)
+
+    def _get_local_range(
+        self, forward_batch: ForwardBatch, graph: Optional[Tuple[int, int]]
+    ) -> Tuple[int, int]:
+        return layout.get_local_range(self._rank, forward_batch, graph)
+
+    def _is_whole(self, last_row: int, num_rows: int) -> bool:
+        """Whether the buffer holds this step's rows of every layer. Logs why not, once a cause."""
+        if self._unreached:
+            self._unreached = [layer for layer in self._unreached if not layer.reached]
+            if self._unreached:
+                names = ", ".join(layer.name for layer in self._unreached)
+                logger.error(f"Routed experts: the routing of {names} was not captured")
+                return False
+        if last_row > self._buffer.capacity or num_rows > self._filer.capacity:
+            logger.error(
+                f"Routed experts: a forward of {last_row} tokens exceeds the capture buffer of "
+                f"{self._buffer.capacity}; requests that ask for its rows get an error"
+            )
+            return False
+        return True
+
+    def on_result(self, result: GenerationBatchResult) -> None:
+        output = result.routed_experts_output
+        if output is None or self._collector is None:
+            return
+        if self._waits_in_place:
+            output.filed.synchronize()
+        self._collector.step_processed(output.filed)
+
+    def collect(self, req: Req, pool: ReqToTokenPool) -> None:
+        if self._collector is not None and req.return_routed_experts:
+            req.routed_experts = self._collector.collect(req, pool)
+
+    def keep_earned(self, req: Req, pool: ReqToTokenPool) -> None:
+        if self._collector is not None and req.return_routed_experts:
+            self._collector.keep_earned(req, pool)
+
+
+_capturer = RoutedExpertsCapturer()
+
+
+def get_global_experts_capturer() -> RoutedExpertsCapturer:
+    """The capturer of this process's target model; one that does nothing where the flag is off."""
+    return _capturer
+
+
+def set_global_experts_capturer(capturer: RoutedExpertsCapturer) -> None:
+    global _capturer
+    _capturer = capturer
