@@ -16,3 +16,13 @@ $(PATCHKIT_ENV)/complete: requirements/build.txt
 .PHONY: branch
 branch: $(PATCHKIT_ENV)/complete ## build/sglang: base + our commits; ONTO=PATH: onto a fork's HEAD
 	@$(PATCHKIT) branch $(if $(ONTO),--onto '$(ONTO)')
+
+.PHONY: patch wheel seams
+patch: $(PATCHKIT_ENV)/complete ## dist/*.patch: the branch for `git apply`
+	@$(PATCHKIT) patch
+
+wheel: $(PATCHKIT_ENV)/complete ## dist/*.whl: the patched SGLang, installs over the official one
+	@$(PATCHKIT) wheel
+
+seams: $(PATCHKIT_ENV)/complete ## print the table of the seams and put it into README.md
+	@$(PATCHKIT) seams

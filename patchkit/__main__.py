@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from patchkit import branch, onto
+from patchkit import branch, check, onto, patch, seams, wheel
 from patchkit.problem import Problem
 from patchkit.project import Project
 
@@ -37,6 +37,21 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--onto", type=Path, help="git checkout of a fork that gets the branch")
     command.add_argument("--out", type=Path, help="where it is built (default: build/sglang)")
     command.set_defaults(run=_branch)
+
+    command = commands.add_parser("patch", help="write the branch as patches to dist/")
+    command.set_defaults(run=lambda project, args: patch.build(project))
+
+    command = commands.add_parser("wheel", help="write the patched SGLang as a wheel to dist/")
+    command.set_defaults(run=lambda project, args: wheel.build(project))
+
+    command = commands.add_parser("seams", help="print the seams table and put it into README.md")
+    command.add_argument("--check", action="store_true", help="only say whether README.md is stale")
+    command.set_defaults(
+        run=lambda project, args: (seams.check if args.check else seams.write)(project)
+    )
+
+    command = commands.add_parser("check", help="check our files and edits against the base")
+    command.set_defaults(run=lambda project, args: check.run(project))
     return parser
 
 

@@ -22,10 +22,14 @@ _LABEL = re.compile(r"[a-z0-9]+(\.[a-z0-9]+)*")
 
 @dataclass(frozen=True)
 class Base:
-    """One release: the wheel, its hash, and the hashes of the files that ours may replace."""
+    """One release: the wheel, its hash, and the hashes of the files that ours may replace.
+
+    `tag` is the release's tag in SGLang's own repository.
+    """
 
     project: str
     version: str
+    tag: str
     wheel: str
     sha256: str
     replaces: Mapping[str, tuple[str, ...]]
@@ -46,6 +50,7 @@ class Base:
             base = cls(
                 project=entry["project"],
                 version=version,
+                tag=entry["tag"],
                 wheel=entry["wheel"],
                 sha256=entry["sha256"],
                 replaces={p: tuple(h) for p, h in (entry.get("replaces") or {}).items()},

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from patchkit import plan
-from patchkit.git import BRANCH, GitError, Repo
+from patchkit.git import BRANCH, Repo
 from patchkit.problem import Problem
 from patchkit.project import Project
 
@@ -29,8 +29,10 @@ def build(project: Project, out: Path | None = None) -> Repo:
     with project.lock():
         tree = project.base_tree
         steps = plan.make(tree, ours, project.series, project.base.replaces)
-        repo = Repo(out)
+        repo = Repo(out, ours=True)
         _refuse_foreign(repo)
+        for leftover in _siblings(out):
+            shutil.rmtree(leftover, ignore_errors=True)
         if not _has_base(repo, project):
             _start(project, out)
         head = repo.commit_steps("refs/tags/base", steps, project.series)
@@ -61,19 +63,29 @@ def _refuse_foreign(repo: Repo) -> None:
 
 def _has_base(repo: Repo, project: Project) -> bool:
     try:
-        return repo.git("config", "patchkit.base") == project.base.sha256
-    except (GitError, Problem):
+        commit = repo.git("rev-parse", "refs/tags/base")
+        return repo.git("config", "patchkit.base") == f"{commit} {_identity(project)}"
+    except Problem:
         return False
+
+
+def _identity(project: Project) -> str:
+    """All that the base's commit depends on."""
+    series = project.series
+    return " ".join((project.base.sha256, series.author, series.email, series.date))
+
+
+def _siblings(out: Path) -> tuple[Path, Path]:
+    """Where a repository is made, and where the one that it replaces waits for its end."""
+    return out.with_name(f".{out.name}.new"), out.with_name(f".{out.name}.old")
 
 
 def _start(project: Project, out: Path) -> None:
     """Put a repository that holds nothing but the base at `out`, whole or not at all."""
     print(f"unpacking {project.base.project} {project.base.version} to {out}", flush=True)
-    new, old = (out.with_name(f".{out.name}.{kind}") for kind in ("new", "old"))
-    for leftover in (new, old):
-        shutil.rmtree(leftover, ignore_errors=True)
+    new, old = _siblings(out)
     new.mkdir(parents=True)
-    repo = Repo(new)
+    repo = Repo(new, ours=True)
     repo.git("init", "--quiet", "--template=", f"--initial-branch={BRANCH}")
     for key, value in (("core.autocrlf", "false"), ("core.fileMode", "false"),
                        ("core.excludesFile", os.devnull), ("gc.auto", "0")):  # fmt: skip
@@ -84,7 +96,7 @@ def _start(project: Project, out: Path) -> None:
     commit = repo.commit_tree(repo.git("write-tree"), [], message, project.series)
     for ref in ("refs/tags/base", f"refs/heads/{BRANCH}", _BUILT):
         repo.git("update-ref", ref, commit)
-    repo.git("config", "patchkit.base", project.base.sha256)
+    repo.git("config", "patchkit.base", f"{commit} {_identity(project)}")
     if out.exists():
         out.rename(old)
     new.rename(out)

@@ -21,10 +21,16 @@ class GitError(Problem):
 
 
 class Repo:
-    """A git work tree at `root`. Neither the user's git settings nor GIT_* variables count."""
+    """A git work tree at `root`. GIT_* variables of whoever called do not count.
 
-    def __init__(self, root: Path) -> None:
+    In a repository that is `ours` (not a user's checkout) the user's git settings do not either.
+    """
+
+    def __init__(self, root: Path, ours: bool = False) -> None:
         self.root = root
+        self._settings = (
+            {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull} if ours else {}
+        )
 
     def git(self, *args: str, stdin: bytes | None = None, **env: str) -> str:
         """Run one git command and return its output without the last newline."""
@@ -33,6 +39,7 @@ class Repo:
     def raw(self, *args: str, stdin: bytes | None = None, **env: str) -> bytes:
         clean = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
         # Looking at a repository must not refresh its index behind the user's back.
+        clean |= self._settings
         clean |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0"}
         try:
             done = subprocess.run(
@@ -64,6 +71,7 @@ class Repo:
 
     def commit_steps(self, parent: str, steps: Sequence[Step], series: Series) -> str:
         """Write one commit a step on top of `parent` and return the last one's hash."""
+        parent = self.git("rev-parse", f"{parent}^{{commit}}")
         modes = GitTree(self, parent).modes
         with tempfile.TemporaryDirectory(prefix="patchkit-") as scratch:
             index = {"GIT_INDEX_FILE": os.path.join(scratch, "index")}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from patchkit import plan
 from patchkit.git import BRANCH, GitError, GitTree, Repo
 from patchkit.problem import Problem
-from patchkit.project import Project
+from patchkit.project import Ours, Project
 
 
 def build(project: Project, checkout: Path) -> str:
@@ -23,7 +24,7 @@ def build(project: Project, checkout: Path) -> str:
     head = _refuse(repo)
     tree = GitTree(repo, head)
     ours = project.ours()
-    steps = plan.make(tree, ours, project.series, project.base.replaces)
+    steps = plan.make(tree, ours, project.series, _replaceable(repo, tree, project, ours))
     added = {path for step in steps for path in step.files} - set(tree.paths)
     if blocked := sorted(p for p in added if (repo.root / p).exists()):
         raise Problem(f"{checkout}: untracked, and the branch adds it: {', '.join(blocked)}")
@@ -33,6 +34,28 @@ def build(project: Project, checkout: Path) -> str:
     print(f"{checkout}: branch {BRANCH} ({last[:12]}), {len(steps)} commits on {head[:12]}")
     print(f"to use it: git -C '{checkout}' switch {BRANCH}")
     return last
+
+
+def _replaceable(
+    repo: Repo, tree: GitTree, project: Project, ours: Ours
+) -> dict[str, tuple[str, ...]]:
+    """`replaces` of the base, and what the checkout's own history shows to be the release's.
+
+    The wheel lacks files that a clone has (its tests), so no hash of theirs is recorded.
+    """
+    replaces = dict(project.base.replaces)
+    tag = f"refs/tags/{project.base.tag}"
+    theirs = sorted(p for p in ours.files if p not in replaces and p in tree.paths)
+    if theirs and not repo.has(tag):
+        print(
+            f"{repo.root} lacks the tag {project.base.tag}, which would show whether "
+            f"{', '.join(theirs)} is the release's own: git fetch origin tag {project.base.tag}"
+        )
+    elif theirs:
+        released = GitTree(repo, tag)
+        for path in theirs:
+            replaces[path] = (hashlib.sha256(released.read(path) or b"").hexdigest(),)
+    return replaces
 
 
 def _refuse(repo: Repo) -> str:

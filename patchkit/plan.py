@@ -55,7 +55,7 @@ def make(
         ):
             stages[path] = versions
             problems += faults
-    refuse_all(problems, f"{len(problems)} rules or files do not fit:")
+    refuse_all(problems, f"what does not fit ({len(problems)}), and nothing was changed:")
     steps = []
     for commit in series.commits:
         files = {p: v[commit.name] for p, v in stages.items() if commit.name in v}
