@@ -14,8 +14,9 @@ $(PATCHKIT_ENV)/complete: requirements/build.txt
 	@touch $@
 
 .PHONY: branch
+branch: export ONTO := $(ONTO)
 branch: $(PATCHKIT_ENV)/complete ## build/sglang: base + our commits; ONTO=PATH: onto a fork's HEAD
-	@$(PATCHKIT) branch $(if $(ONTO),--onto '$(ONTO)')
+	@$(PATCHKIT) branch $(if $(ONTO),--onto "$$ONTO")
 
 .PHONY: patch wheel seams
 patch: $(PATCHKIT_ENV)/complete ## dist/*.patch: the branch for `git apply`

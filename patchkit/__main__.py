@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _branch(project: Project, args: argparse.Namespace) -> None:
     if args.onto is not None:
-        onto.build(project, args.onto)
+        onto.build(project, args.onto.expanduser())
     else:
         branch.build(project, args.out)
 

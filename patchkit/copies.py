@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 
 RUN = 6
-_WORD = re.compile(r"\w")
+_WORDS = re.compile(r"(?:\W*\w){6}")
 _IMPORT = re.compile(r"(from [\w.]+ )?import ")
 
 
@@ -44,8 +44,4 @@ def find(ours: Mapping[str, str], theirs: Iterable[tuple[str, str]]) -> Iterator
 def _telling(text: str) -> list[tuple[int, str]]:
     """The lines that say something, without indentation, with their numbers."""
     stripped = ((n, line.strip()) for n, line in enumerate(text.split("\n"), 1))
-    return [
-        (n, line)
-        for n, line in stripped
-        if len(_WORD.findall(line)) > 5 and not _IMPORT.match(line)
-    ]
+    return [(n, line) for n, line in stripped if _WORDS.match(line) and not _IMPORT.match(line)]

@@ -4,11 +4,12 @@ In a checkout of SGLang (`python/sglang/...`), from its root:
 
     git apply dist/*.patch
 
-Where SGLang lies in site-packages, as in most Docker images, from that directory; the last
-patch holds tests only, which such an installation has no place for:
+Where SGLang lies in site-packages, as pip puts it, from that directory (not inside a git
+repository: `git apply` would take the paths from its root); `--include` leaves out the registered
+tests, which such an installation has no place for:
 
-    cd "$(python -c 'import sglang, os; print(os.path.dirname(os.path.dirname(sglang.__file__)))')"
-    cat /patches/*.patch | git apply -p2 --include='sglang/*'
+    cd "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    git apply -p2 --include='sglang/*' /patches/*.patch
 """
 
 from __future__ import annotations
