@@ -1,0 +1,301 @@
+"""Shared memory between the scheduler that collects rows and the process that answers with them.
+
+A segment is a memfd: it has no name in /dev/shm, is not bounded by that mount's size, and the kernel frees it with the
+last process that maps it, however that process ends. The scheduler owns the segments and hands out blocks; the message
+carries a RowsDescriptor; reader.py maps the same pages. Who may write what in a block's header:
+
+    READY       the collect kernel (0 -> 1), after the rows     BAD         the collect kernel: rows never captured
+    RELEASED    the reader, once: the block's generation        GENERATION  the arena, when it hands the block out
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import secrets
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+HEADER_WORDS = 16
+READY_WORD, BAD_WORD, RELEASED_WORD, GENERATION_WORD = range(4)
+DTYPES = ("uint8", "uint16", "int32")
+
+_WORD_BYTES = 4
+_HEADER_BYTES = HEADER_WORDS * _WORD_BYTES
+_ALIGNMENT = (
+    256  # rows start on a boundary that suits vector loads, and no two blocks share a cache line
+)
+_MIN_SEGMENT_BYTES = 64 << 20
+_CHECKS_PER_ALLOCATION = 32
+# A block that its reader has not released after this long belonged to a process that died.
+_LEASE_SECONDS = 900.0
+
+
+class BlockRef(NamedTuple):
+    """Where another process finds a block: the segment as /proc/{pid}/fd/{fd}, and the block in it."""
+
+    pid: int
+    fd: int
+    segment: str
+    segment_bytes: int
+    offset: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class RowsDescriptor:
+    """One request's rows on their way to the answering process. Small and picklable unless `data` is set.
+
+    Attributes:
+        dtype: type of the stored ids, one of DTYPES.
+        shape: (rows, layers, top_k).
+        start_len: the request's routed_experts_start_len.
+        wanted: "int32" or "auto", the request's routed_experts_dtype.
+        error: why there are no rows; then neither `block` nor `data` is set.
+        block: the rows in shared memory, behind a header of HEADER_WORDS int32.
+        data: the rows themselves, little-endian, where shared memory has no room or the scheduler is on another node.
+        born: time.monotonic() of the collection.
+
+    Without error, block and data there are zero rows.
+    """
+
+    dtype: str
+    shape: tuple[int, int, int]
+    start_len: int
+    wanted: str
+    error: str | None = None
+    block: BlockRef | None = None
+    data: bytes | None = None
+    born: float = field(default_factory=time.monotonic)
+
+    @property
+    def num_bytes(self) -> int:
+        rows, layers, top_k = self.shape
+        return rows * layers * top_k * np.dtype(self.dtype).itemsize
+
+
+class RowsBlock:
+    """A stretch of shared memory for one request's rows, written by the scheduler's process.
+
+    Once `descriptor` was called the reader gives the block back; a block dropped before that returns to the arena.
+
+    Attributes:
+        rows: torch.uint8 [num_bytes].
+        header: torch.int32 [HEADER_WORDS].
+    """
+
+    def __init__(self, lease: _Lease, rows: torch.Tensor, header: torch.Tensor) -> None:
+        self._lease = lease
+        self.rows = rows
+        self.header = header
+
+    def descriptor(
+        self, dtype: str, shape: tuple[int, int, int], start_len: int, wanted: str
+    ) -> RowsDescriptor:
+        """What the answering process needs to read this block, and to release it."""
+        self._lease.described = True
+        ref = self._lease.segment.reference(self._lease.offset, self._lease.generation)
+        descriptor = RowsDescriptor(dtype, shape, start_len, wanted, block=ref)
+        assert descriptor.num_bytes == self.rows.numel()
+        return descriptor
+
+    def __del__(self) -> None:
+        self._lease.dropped = not self._lease.described
+
+
+class RowsArena:
+    """Owns the segments and decides when a block may be handed out again. Used by the scheduler's thread alone.
+
+    Args:
+        capacity: bytes of shared memory at most. Segments are added as needed and kept.
+        register: called with (address, bytes) of each new segment, to make it addressable from the GPU.
+        first_segment: bytes allocated at once.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        register: Callable[[int, int], None] | None = None,
+        first_segment: int = _MIN_SEGMENT_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._capacity = capacity
+        self._register = register
+        self._segment_bytes = first_segment
+        self._clock = clock
+        self._segments: list[_Segment] = []
+        self._leases: deque[_Lease] = deque()
+        self._generation = 0
+        self._grow(0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of shared memory held."""
+        return sum(segment.num_bytes for segment in self._segments)
+
+    @property
+    def blocks_in_flight(self) -> int:
+        """Blocks handed out and not yet known to be released."""
+        return len(self._leases)
+
+    def allocate(self, num_bytes: int) -> RowsBlock | None:
+        """A block of `num_bytes` with a cleared header, or None: no room now, send the rows in the message."""
+        needed = _HEADER_BYTES + num_bytes
+        needed += -needed % _ALIGNMENT
+        self._reclaim(_CHECKS_PER_ALLOCATION)
+        return (
+            self._take(needed, num_bytes)
+            or (self._reclaim(len(self._leases)) and self._take(needed, num_bytes))
+            or (self._grow(needed) and self._take(needed, num_bytes))
+            or None
+        )
+
+    def _take(self, needed: int, num_bytes: int) -> RowsBlock | None:
+        for segment in self._segments:
+            offset = segment.take(needed)
+            if offset is not None:
+                self._generation = self._generation % 0x7FFFFFFF + 1
+                lease = _Lease(segment, offset, needed, self._generation, self._clock())
+                self._leases.append(lease)
+                return RowsBlock(lease, *segment.views(offset, num_bytes, self._generation))
+        return None
+
+    def _reclaim(self, checks: int) -> bool:
+        """Look at up to `checks` leases, oldest first and in turn. Whether any block became free."""
+        freed = False
+        for _ in range(min(checks, len(self._leases))):
+            lease = self._leases.popleft()
+            if lease.over(self._clock()):
+                lease.segment.give(lease.offset, lease.num_bytes)
+                freed = True
+            else:
+                self._leases.append(lease)
+        return freed
+
+    def _grow(self, needed: int) -> bool:
+        num_bytes = max(needed, self._segment_bytes)
+        num_bytes += -num_bytes % mmap.PAGESIZE
+        room = self._capacity - self.num_bytes
+        num_bytes = num_bytes if num_bytes <= room else room // mmap.PAGESIZE * mmap.PAGESIZE
+        if num_bytes < max(needed, mmap.PAGESIZE):
+            return False
+        try:
+            self._segments.append(_Segment(num_bytes, self._register))
+        except (OSError, RuntimeError) as error:
+            logger.warning(
+                f"Routed experts: no further {num_bytes >> 20} MB of shared memory ({error}). "
+                "Rows that find no room there travel in the message, which costs copies."
+            )
+            self._capacity = self.num_bytes
+            return False
+        return True
+
+
+def open_arena(server_args: ServerArgs) -> RowsArena | None:
+    """The arena of this scheduler, or None where rows must travel in the message."""
+    from sglang.srt.environ import envs
+
+    from sglang.srt.layers.moe.routed_experts.store import register_host_memory
+
+    if server_args.node_rank != 0 or envs.SGLANG_ROUTED_EXPERTS_TRANSPORT.get() == "message":
+        return None
+    capacity = envs.SGLANG_ROUTED_EXPERTS_SHM_MB.get() << 20
+    return RowsArena(capacity, register_host_memory if server_args.device == "cuda" else None)
+
+
+def memfd_name(segment: str) -> str:
+    """By this a reader tells that /proc/{pid}/fd/{fd} is the segment that a descriptor speaks of."""
+    return f"sglang-routed-experts-{segment}"
+
+
+@dataclass
+class _Lease:
+    """A block that is not free: who has it, and since when."""
+
+    segment: _Segment
+    offset: int
+    num_bytes: int
+    generation: int
+    since: float
+    described: bool = False
+    dropped: bool = False
+
+    def over(self, now: float) -> bool:
+        """Whether nobody writes (READY is up) and nobody will read."""
+        ready, _, released, _ = self.segment.words(self.offset)
+        return ready != 0 and (
+            released == self.generation
+            or self.dropped
+            or (self.described and now - self.since > _LEASE_SECONDS)
+        )
+
+
+class _Segment:
+    """One memfd and its free ranges."""
+
+    def __init__(self, num_bytes: int, register: Callable[[int, int], None] | None) -> None:
+        import torch
+
+        self.num_bytes = num_bytes
+        self._name = secrets.token_hex(8)
+        self._fd = os.memfd_create(memfd_name(self._name), os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._fd)
+        os.ftruncate(self._fd, num_bytes)
+        self._map = mmap.mmap(self._fd, num_bytes)
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        if register is not None:
+            register(self._bytes.data_ptr(), num_bytes)
+        self._headers = self._bytes.view(torch.int32)
+        self._words = np.frombuffer(self._map, dtype=np.int32)
+        self._free: list[tuple[int, int]] = [(0, num_bytes)]
+
+    def reference(self, offset: int, generation: int) -> BlockRef:
+        return BlockRef(os.getpid(), self._fd, self._name, self.num_bytes, offset, generation)
+
+    def words(self, offset: int) -> list[int]:
+        first = offset // _WORD_BYTES
+        return self._words[first : first + 4].tolist()
+
+    def views(
+        self, offset: int, num_bytes: int, generation: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rows, header) of a block, its header cleared."""
+        word, first = offset // _WORD_BYTES, offset + _HEADER_BYTES
+        self._words[word : word + HEADER_WORDS] = 0
+        self._words[word + GENERATION_WORD] = generation
+        return self._bytes[first : first + num_bytes], self._headers[word : word + HEADER_WORDS]
+
+    def take(self, num_bytes: int) -> int | None:
+        """Offset of the first free range that is large enough, shortened by `num_bytes`."""
+        for i, (offset, size) in enumerate(self._free):
+            if size >= num_bytes:
+                self._free[i : i + 1] = (
+                    [(offset + num_bytes, size - num_bytes)] if size > num_bytes else []
+                )
+                return offset
+        return None
+
+    def give(self, offset: int, num_bytes: int) -> None:
+        """Add a range to the free ones, joined with its neighbours."""
+        i = next((i for i, (other, _) in enumerate(self._free) if other > offset), len(self._free))
+        if i < len(self._free) and offset + num_bytes == self._free[i][0]:
+            num_bytes += self._free.pop(i)[1]
+        if i > 0 and sum(self._free[i - 1]) == offset:
+            offset, num_bytes = self._free[i - 1][0], self._free[i - 1][1] + num_bytes
+            i -= 1
+            self._free.pop(i)
+        self._free.insert(i, (offset, num_bytes))

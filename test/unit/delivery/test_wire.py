@@ -1,0 +1,78 @@
+"""The bytes that trainers decode, with decoders of our own and with what trainers do by hand."""
+
+import base64
+
+import numpy as np
+import pytest
+
+from sglang.srt.layers.moe.routed_experts import wire
+
+LAYERS, TOP_K = 48, 8
+
+
+def ids(rows, dtype=np.uint8, seed=0):
+    high = np.iinfo(dtype).max
+    return np.random.default_rng(seed).integers(0, high, (rows, LAYERS, TOP_K)).astype(dtype)
+
+
+def meta_info(rows, wanted, start_len=0):
+    dtype = wire.wire_dtype(rows.dtype.name, wanted)
+    return {
+        "routed_experts": wire.encode_rows(rows, dtype).text(),
+        "routed_experts_info": wire.rows_info(dtype, rows.shape, start_len),
+    }
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 127, 128, 129, 512, 513, 3000])
+@pytest.mark.parametrize("stored", [np.uint8, np.uint16])
+def test_int32_is_what_trainers_decode_today(rows, stored):
+    original = ids(rows, stored)
+    meta = meta_info(original, "int32")
+    assert meta["routed_experts"] == base64.b64encode(original.astype("<i4").tobytes()).decode()
+    if rows == 0:
+        assert meta["routed_experts"] == ""
+    flat = wire.extract_routed_experts_from_meta_info({"meta_info": meta})
+    assert flat.dtype == np.int32 and flat.ndim == 1
+    assert np.array_equal(flat.reshape(-1, LAYERS, TOP_K), original)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 511, 512, 513, 3000])
+@pytest.mark.parametrize("stored", [np.uint8, np.uint16])
+def test_auto_is_the_smallest_type_and_describes_itself(rows, stored):
+    original = ids(rows, stored)
+    meta = meta_info(original, "auto", start_len=5)
+    assert meta["routed_experts_info"] == {
+        "dtype": original.dtype.name,
+        "shape": [rows, LAYERS, TOP_K],
+        "start_len": 5,
+    }
+    assert meta["routed_experts"] == base64.b64encode(original.tobytes()).decode()
+    decoded = wire.decode_routed_experts(meta)
+    assert decoded.dtype == stored and np.array_equal(decoded, original)
+    flat = wire.extract_routed_experts_from_meta_info({"meta_info": meta})
+    assert flat.dtype == np.int32 and np.array_equal(flat, original.reshape(-1))
+
+
+def test_pieces_are_small_and_join_to_the_text():
+    encoded = wire.encode_rows(ids(3000), "int32")
+    assert len(encoded.pieces) > 10 and max(map(len, encoded.pieces)) <= 256 * 1024
+    assert encoded.num_bytes == len(encoded.text()) == 3000 * LAYERS * TOP_K * 4 * 4 // 3
+    assert str(encoded) == f"<routed experts, {encoded.num_bytes} bytes>", "logs must not hold rows"
+
+
+def test_answers_of_older_servers_are_read_as_int32():
+    text = base64.b64encode(np.arange(8, dtype="<i4").tobytes()).decode()
+    meta = {"routed_experts": text}
+    assert wire.extract_routed_experts_from_meta_info({"meta_info": meta}).tolist() == list(
+        range(8)
+    )
+    with pytest.raises(ValueError, match="extract_routed_experts_from_meta_info"):
+        wire.decode_routed_experts(meta)
+
+
+def test_no_rows_says_why():
+    with pytest.raises(ValueError, match="return_routed_experts"):
+        wire.extract_routed_experts_from_meta_info({"meta_info": {}})
+    meta = {"routed_experts_error": "3 of 5 rows were not captured", "routed_experts_info": {}}
+    with pytest.raises(ValueError, match="3 of 5 rows"):
+        wire.decode_routed_experts(meta)
