@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from patchkit.project import Project
 from unit.patchkit.small import (
     BASE_FILES,
     EDITS,
@@ -56,9 +58,17 @@ def fork(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def real(capsys: pytest.CaptureFixture[str]) -> Small:
-    """This repository itself, on the real base (downloaded once into build/cache)."""
-    return Small(ROOT, capsys)
+def real(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Small:
+    """A copy of this repository, on the real base (downloaded once into build/cache)."""
+    cache = Project(ROOT).base_tree.wheel.parent
+    root = tmp_path / "this project"
+    for part in ("python", "patchkit", "test", "pyproject.toml"):
+        copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy2
+        root.mkdir(exist_ok=True)
+        copy(ROOT / part, root / part)
+    (root / "build").mkdir()
+    (root / "build" / "cache").symlink_to(cache)
+    return Small(root, capsys)
 
 
 @pytest.fixture

