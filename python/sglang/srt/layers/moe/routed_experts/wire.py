@@ -22,13 +22,17 @@ _SLICE_BYTES = 3 << 16
 
 
 class EncodedRows:
-    """The text of one request's rows, in pieces of at most 256 KiB that are sent one after the other."""
+    """The text of one request's rows, in pieces of at most 256 KiB, sent one after the other.
 
-    __slots__ = ("__weakref__", "num_bytes", "pieces")
+    `owner` is kept as long as this object.
+    """
 
-    def __init__(self, pieces: list[bytes]) -> None:
+    __slots__ = ("num_bytes", "owner", "pieces")
+
+    def __init__(self, pieces: list[bytes], owner: Any = None) -> None:
         self.pieces = pieces
         self.num_bytes = sum(map(len, pieces))
+        self.owner = owner
 
     def text(self) -> str:
         """The whole text, copied."""
@@ -43,7 +47,12 @@ def wire_dtype(stored: str, wanted: str) -> str:
     return "int32" if wanted == "int32" else stored
 
 
-def encode_rows(rows: np.ndarray, dtype: str) -> EncodedRows:
+def encoded_bytes(shape: tuple[int, int, int], dtype: str) -> int:
+    """Length of the text of that many rows."""
+    return -(-int(np.prod(shape)) * np.dtype(dtype).itemsize // 3) * 4
+
+
+def encode_rows(rows: np.ndarray, dtype: str, owner: Any = None) -> EncodedRows:
     """Rows of any integer type and shape as base64 of little-endian `dtype`."""
     target = np.dtype(dtype).newbyteorder("<")
     flat = rows.reshape(-1)
@@ -52,7 +61,8 @@ def encode_rows(rows: np.ndarray, dtype: str) -> EncodedRows:
         [
             pybase64.b64encode(np.ascontiguousarray(flat[start : start + step], target))
             for start in range(0, flat.size, step)
-        ]
+        ],
+        owner,
     )
 
 

@@ -1,0 +1,176 @@
+"""From the scheduler's message to `meta_info`, in the answering process.
+
+    message arrives:   attach | executor: wait for READY, encode, release the block
+    answer is due:     settle waits for that and fills in meta_info
+    request arrives:   admit waits while too many bytes of rows are on their way out
+
+A block is released as soon as it is encoded, whether or not anybody still waits for the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.environ import envs
+
+from sglang.srt.layers.moe.routed_experts.in_flight import BytesInFlight, Claim
+from sglang.srt.layers.moe.routed_experts.metrics import DeliveryMetrics
+from sglang.srt.layers.moe.routed_experts.reader import RoutedExpertsError, RowsReader
+from sglang.srt.layers.moe.routed_experts.request import asks_for_rows, check_request
+from sglang.srt.layers.moe.routed_experts.shape import resolve_row_shape
+from sglang.srt.layers.moe.routed_experts.transport import RowsDescriptor
+from sglang.srt.layers.moe.routed_experts.wire import (
+    encode_rows,
+    encoded_bytes,
+    rows_info,
+    wire_dtype,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
+    from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
+
+logger = logging.getLogger(__name__)
+
+_ENCODERS = 2
+
+
+class RowsDelivery:
+    """Owns the rows of finished requests until they are handed to the caller. One a manager.
+
+    All methods run on the manager's event loop; only `_fields` runs in the executor.
+    """
+
+    def __init__(self, manager: TokenizerManager) -> None:
+        self._server_args = manager.server_args
+        self._model_config = manager.model_config
+        self._reader = RowsReader()
+        self._encoders = ThreadPoolExecutor(_ENCODERS, thread_name_prefix="routed-experts")
+        self._metrics = None
+        if manager.enable_metrics and manager.server_args.enable_return_routed_experts:
+            self._metrics = DeliveryMetrics(manager.metrics_collector.labels)
+        self._in_flight = BytesInFlight(
+            limit=envs.SGLANG_ROUTED_EXPERTS_IN_FLIGHT_MB.get() << 20,
+            on_change=self._metrics.in_flight if self._metrics is not None else None,
+        )
+
+    async def admit(self, obj: GenerateReqInput) -> None:
+        """Check which rows a request wants, and hold it back while too many bytes are in flight.
+
+        A batch is admitted as a whole: its requests are answered together, so that none may wait
+        for another's answer to be read.
+
+        Raises:
+            ValueError: a wrong field, or rows asked of a server without the flag.
+            fastapi.HTTPException: 503, clients have not read their answers for minutes.
+        """
+        check_request(obj, self._server_args)
+        if asks_for_rows(obj):
+            await self._in_flight.room()
+
+    def attach(self, state: ReqState, message: Any, i: int) -> None:
+        """Take entry `i` of a batch's output; what it holds of rows is encoded in the background."""
+        finish_reason = message.finished_reasons[i]
+        if finish_reason is None or not asks_for_rows(state.obj):
+            self.discard(message, i)
+        else:
+            self._start(state, _entry(message, i), finish_reason, message.completion_tokens[i])
+
+    def attach_aborted(
+        self, state: ReqState, message: AbortReq, finish_reason: dict[str, Any]
+    ) -> None:
+        """A request was aborted while it waited: the rows that it had earned before, or none."""
+        if asks_for_rows(state.obj):
+            self._start(state, message.routed_experts, finish_reason, len(state.output_ids))
+
+    def discard(self, message: Any, i: int) -> None:
+        """Nobody waits for entry `i` of a batch's output any more: give its block back."""
+        descriptor = _entry(message, i)
+        if descriptor is not None:
+            self._reader.release(descriptor)
+
+    async def settle(self, state: ReqState, out: dict[str, Any], as_text: bool) -> None:
+        """Put the rows of a finished request into out["meta_info"].
+
+        Args:
+            as_text: as a str, which costs a copy; otherwise as EncodedRows, for response.py.
+        """
+        pending, state.routed_experts = state.routed_experts, None
+        if pending is None:
+            return
+        # Shielded: a job cancelled before it ran would not release its block.
+        since, fields = await asyncio.shield(pending)
+        rows = fields.get("routed_experts")
+        if rows is not None and self._metrics is not None:
+            num_rows = fields["routed_experts_info"]["shape"][0]
+            self._metrics.handed_over(num_rows, rows.num_bytes, time.monotonic() - since)
+        if rows is not None and as_text:
+            loop = asyncio.get_running_loop()
+            text = await loop.run_in_executor(self._encoders, rows.text)
+            fields = {**fields, "routed_experts": text}
+        out["meta_info"].update(fields)
+
+    def _start(
+        self,
+        state: ReqState,
+        descriptor: RowsDescriptor | None,
+        finish_reason: dict[str, Any],
+        num_tokens: int,
+    ) -> None:
+        if descriptor is None:
+            descriptor = self._no_rows(state.obj, finish_reason, num_tokens)
+        dtype = wire_dtype(descriptor.dtype, descriptor.wanted)
+        claim = self._in_flight.claim(encoded_bytes(descriptor.shape, dtype))
+        state.routed_experts = asyncio.get_running_loop().run_in_executor(
+            self._encoders, self._fields, descriptor, dtype, claim
+        )
+
+    def _no_rows(
+        self, obj: GenerateReqInput, finish_reason: dict[str, Any], num_tokens: int
+    ) -> RowsDescriptor:
+        """The scheduler sent none: zero rows if the request never got to any, else an error."""
+        shape = resolve_row_shape(self._model_config.hf_text_config)
+        error = None
+        if finish_reason.get("type") != "abort":
+            error = "the scheduler returned no routed experts for this request"
+        elif num_tokens > 0:
+            error = "the request was aborted while it waited; its rows were not kept"
+        return RowsDescriptor(
+            dtype=shape.dtype_name,
+            shape=(0, shape.num_layers, shape.top_k),
+            start_len=obj.routed_experts_start_len,
+            wanted=obj.routed_experts_dtype,
+            error=error,
+        )
+
+    def _fields(
+        self, descriptor: RowsDescriptor, dtype: str, claim: Claim
+    ) -> tuple[float, dict[str, Any]]:
+        """When the rows were collected, and what goes into meta_info. Never raises."""
+        # Another node's clock says nothing here.
+        since = descriptor.born if descriptor.block is not None else time.monotonic()
+        fields: dict[str, Any] = {"routed_experts_start_len": descriptor.start_len}
+        try:
+            rows = encode_rows(self._reader.read(descriptor), dtype, claim)
+            if not self._reader.still_ours(descriptor):
+                raise RoutedExpertsError("the rows were given up before they were read")
+            fields["routed_experts"] = rows
+            fields["routed_experts_info"] = rows_info(dtype, descriptor.shape, descriptor.start_len)
+        except RoutedExpertsError as error:
+            logger.error(f"Routed experts of a request cannot be delivered: {error}")
+            fields["routed_experts_error"] = str(error)
+        except Exception as error:
+            logger.exception("Routed experts of a request cannot be delivered")
+            fields["routed_experts_error"] = repr(error)
+        finally:
+            self._reader.release(descriptor)
+        return since, fields
+
+
+def _entry(message: Any, i: int) -> RowsDescriptor | None:
+    rows = getattr(message, "routed_experts", None)
+    return rows[i] if rows is not None else None
