@@ -161,12 +161,14 @@ class _TargetCapturer(RoutedExpertsCapturer):
         return True
 
     def on_result(self, result: GenerationBatchResult) -> None:
-        output = result.routed_experts_output
-        if output is None or self._collector is None:
+        if self._collector is None:
             return
+        # Workers without overlap (EAGLE v1, n-gram) do not pass the output on; the last filing is theirs.
+        output = getattr(result, "routed_experts_output", None)
+        filed = output.filed if output is not None else self._filer.last_filed
         if self._waits_in_place:
-            output.filed.synchronize()
-        self._collector.step_processed(output.filed)
+            filed.synchronize()
+        self._collector.step_processed(filed)
 
     def collect(self, req: Req, pool: ReqToTokenPool) -> None:
         if self._collector is not None and req.return_routed_experts:

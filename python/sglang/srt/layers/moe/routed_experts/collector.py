@@ -120,7 +120,9 @@ class RowCollector:
             self._stream.wait(self._filed)
         with self._stream:
             if kept:
-                rows[:kept].copy_(earned.block.rows.view(-1, row_bytes)[:kept], non_blocking=True)
+                if not int(earned.block.header[kernels.READY_WORD]):
+                    self._collected.synchronize()
+                rows[:kept].copy_(earned.block.rows.view(-1, row_bytes)[:kept])
                 block.header[kernels.BAD_WORD] = earned.block.header[kernels.BAD_WORD]
             store = self._filer.store
             kernels.collect(store.rows, store.status, slots, rows[kept:], block.header)

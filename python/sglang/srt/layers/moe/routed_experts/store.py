@@ -152,6 +152,11 @@ class RowFiler:
             self._file(slot, len(part))
         return slot.filed
 
+    @property
+    def last_filed(self) -> Event:
+        """Marks the last step's rows as filed; before the first step it marks nothing."""
+        return self._ring[self._step % RING_SLOTS].filed
+
     def wait_for_collect(self, collected: Event) -> None:
         """The next filing waits for `collected`: the slots that it reads may be somebody else's by then."""
         self._last_collect = collected

@@ -1,0 +1,191 @@
+"""Each event of the pipeline, held and taken away: with it rows are right however slow a stream is, without it not.
+
+Real streams and kernels, no server. A "long kernel" (torch.cuda._sleep) delays one stream on purpose.
+"""
+
+from types import SimpleNamespace
+from typing import Callable, List
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU: the CPU engine has no streams to order", allow_module_level=True)
+
+from sglang.srt.layers.moe.routed_experts import store as store_module
+from sglang.srt.layers.moe.routed_experts.collector import RowCollector
+from sglang.srt.layers.moe.routed_experts.policy import RowShape
+from sglang.srt.layers.moe.routed_experts.store import RING_SLOTS, RowFiler
+from sglang.srt.layers.moe.routed_experts.streams import SideStream
+
+SHAPE = RowShape(num_layers=6, top_k=4, num_experts=64)
+CAPACITY, NUM_SLOTS = 256, 4096
+LONG = 200_000_000  # cycles: about 0.1 s
+
+
+class Pipeline:
+    """One rank's filer and collector, a schedule stream and a forward stream, as the scheduler has them."""
+
+    def __init__(self) -> None:
+        self.filer = RowFiler(CAPACITY, SHAPE, "cuda")
+        self.filer.open(NUM_SLOTS)
+        self.collector = RowCollector(self.filer, SHAPE, "cuda", arena=None)
+        self.forward = torch.cuda.Stream()
+        self.schedule = torch.cuda.Stream()
+        self.buffer = torch.zeros(
+            (SHAPE.num_layers, CAPACITY, SHAPE.top_k), dtype=torch.int32, device="cuda"
+        )
+        self.pool = SimpleNamespace(
+            req_to_token=torch.zeros((4, 1024), dtype=torch.int32, device="cuda")
+        )
+        self.run(1, 2000, 8, fill=0)  # compile everything before anything is delayed
+        self.answer(0, 1)
+        torch.cuda.synchronize()
+
+    def run(self, value: int, first_slot: int, num_tokens: int, fill: int | None = None):
+        """A forward that routes everything to expert `value` and writes KV slots from `first_slot` on."""
+        with torch.cuda.stream(self.forward):
+            cache_loc = torch.arange(first_slot, first_slot + num_tokens, device="cuda")
+            self.buffer.fill_(value if fill is None else fill)
+            filed = self.filer.file_step(self.buffer, 0, cache_loc)
+        return filed
+
+    def give(self, request: int, first_slot: int, num_tokens: int) -> None:
+        with torch.cuda.stream(self.schedule):
+            self.pool.req_to_token[request, :num_tokens] = torch.arange(
+                first_slot, first_slot + num_tokens, device="cuda", dtype=torch.int32
+            )
+
+    def answer(self, request: int, num_tokens: int) -> Callable[[], List[int]]:
+        """Collect as the scheduler does; the returned function waits and gives the distinct ids (-1: an error)."""
+        req = SimpleNamespace(req_pool_idx=request, input_embeds=None)
+        with torch.cuda.stream(self.schedule):
+            block = self.collector._gather(req, self.pool, 0, num_tokens)
+
+        def result() -> List[int]:
+            torch.cuda.synchronize()
+            return [-1] if int(block.header[1]) else sorted(set(block.rows.tolist()))
+
+        return result
+
+    def delay(self, stream: torch.cuda.Stream) -> None:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(LONG)
+
+
+def ring_slot(p: Pipeline) -> List[int]:
+    """The side stream is slow; later steps must not pack over a ring slot that is still being filed."""
+    p.give(0, 100, 200)
+    torch.cuda.synchronize()
+    p.delay(p.filer._stream.stream)
+    p.run(7, 100, 200)
+    for i in range(RING_SLOTS):
+        filed = p.run(20 + i, 1000, 200)
+    p.collector.step_processed(filed)
+    return p.answer(0, 200)()
+
+
+def file_before_read(p: Pipeline) -> List[int]:
+    """The side stream is slow; an answer must not be read from the store before its step was filed."""
+    p.give(0, 100, 200)
+    p.run(3, 100, 200)
+    torch.cuda.synchronize()
+    p.delay(p.filer._stream.stream)
+    p.collector.step_processed(p.run(7, 100, 200))
+    return p.answer(0, 200)()
+
+
+def slots_before_collect(p: Pipeline) -> List[int]:
+    """The schedule stream is slow; slot ids must have been copied before they are followed."""
+    p.run(7, 100, 200)
+    p.collector.step_processed(p.run(3, 1000, 200))
+    p.give(0, 1000, 200)
+    torch.cuda.synchronize()
+    p.delay(p.schedule)
+    p.give(0, 100, 200)
+    rows = p.answer(0, 200)
+    p.give(0, 1000, 200)  # the row of req_to_token is somebody else's at once
+    return rows()
+
+
+def collect_before_next_filing(p: Pipeline) -> List[int]:
+    """The collect stream is slow; the freed slots are filed over by the next step only after it."""
+    p.give(0, 100, 200)
+    p.collector.step_processed(p.run(7, 100, 200))
+    torch.cuda.synchronize()
+    p.delay(p.collector._stream.stream)
+    rows = p.answer(0, 200)
+    p.run(9, 100, 200)
+    return rows()
+
+
+def pack_before_file(p: Pipeline) -> List[int]:
+    """The forward is slow; the side stream must not file a ring slot before it was packed."""
+    p.give(0, 100, 200)
+    torch.cuda.synchronize()
+    p.delay(p.forward)
+    p.collector.step_processed(p.run(7, 100, 200))
+    return p.answer(0, 200)()
+
+
+def without_ring_wait(p: Pipeline, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(store_module, "current_stream_waits", lambda event: None)
+
+
+def without_filed_wait(p: Pipeline, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(p.collector, "step_processed", lambda filed: None)
+    p.collector._filed = None
+
+
+def without_slots_wait(p: Pipeline, patch: pytest.MonkeyPatch) -> None:
+    wait, slots_ready = SideStream.wait, p.collector._slots_ready
+    patch.setattr(
+        SideStream, "wait", lambda self, event: None if event is slots_ready else wait(self, event)
+    )
+
+
+def without_collect_wait(p: Pipeline, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(p.filer, "wait_for_collect", lambda collected: None)
+
+
+def without_packed_wait(p: Pipeline, patch: pytest.MonkeyPatch) -> None:
+    wait, packed = SideStream.wait, [slot.packed for slot in p.filer._ring]
+    patch.setattr(
+        SideStream, "wait", lambda self, event: None if event in packed else wait(self, event)
+    )
+
+
+CASES = [
+    (ring_slot, without_ring_wait),
+    (file_before_read, without_filed_wait),
+    (slots_before_collect, without_slots_wait),
+    (collect_before_next_filing, without_collect_wait),
+    (pack_before_file, without_packed_wait),
+]
+
+
+@pytest.mark.parametrize("scenario, _", CASES, ids=lambda f: f.__name__)
+def test_rows_are_right_however_slow_a_stream_is(scenario, _) -> None:
+    assert scenario(Pipeline()) == [7]
+
+
+@pytest.mark.parametrize("scenario, take_away", CASES, ids=lambda f: f.__name__)
+def test_and_wrong_without_the_event(scenario, take_away, monkeypatch) -> None:
+    pipeline = Pipeline()
+    take_away(pipeline, monkeypatch)
+    assert scenario(pipeline) != [7]
+
+
+def test_no_host_synchronization() -> None:
+    """Nothing between a forward's end and an answer's launch makes the host wait."""
+    p = Pipeline()
+    p.give(0, 100, 200)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(3 * RING_SLOTS):
+            p.collector.step_processed(p.run(7, 100, 200))
+        rows = p.answer(0, 200)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert rows() == [7]
