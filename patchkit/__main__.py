@@ -6,9 +6,15 @@ import argparse
 import sys
 from pathlib import Path
 
-from patchkit import branch, check, onto, patch, seams, wheel
-from patchkit.problem import Problem
-from patchkit.project import Project
+try:
+    from patchkit import branch, check, onto, patch, seams, wheel
+    from patchkit.problem import Problem
+    from patchkit.project import Project
+except ModuleNotFoundError as error:
+    sys.exit(
+        f"patchkit: {error}: use the Makefile (make branch), which installs what patchkit needs, "
+        "or pip install -r requirements/build.txt"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

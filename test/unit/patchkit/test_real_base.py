@@ -16,7 +16,6 @@ from unit.patchkit.test_wheel import check_record, pip, wheel_of
 @pytest.fixture
 def checkout(real, tmp_path):
     """A git checkout of the base, as a fork of it would begin."""
-    assert real.run("branch").code == 0
     root = tmp_path / "checkout"
     unpack(real, root / "python")
     git(root, "init", "--quiet")
@@ -74,6 +73,7 @@ def test_pip_install_of_the_checkout_gives_the_same_wheel(real, tmp_path):
 
 
 def test_onto_a_checkout_of_the_base(real, checkout):
+    assert real.run("branch").code == 0
     result = real.run("branch", "--onto", checkout)
     assert result.code == 0, result.err
     assert tree_of(checkout, "HEAD") != tree_of(checkout, "routed-experts")

@@ -26,7 +26,7 @@ def wheel_of(small: Small) -> Path:
 
 def pip(*args: str | Path) -> None:
     subprocess.run(
-        [sys.executable, "-m", "pip", *args, "--quiet", "--no-deps", "--no-index",
+        [sys.executable, "-m", "pip", *args, "--quiet", "--no-compile", "--no-deps", "--no-index",
          "--disable-pip-version-check", "--root-user-action=ignore"],
         check=True,
     )  # fmt: skip
