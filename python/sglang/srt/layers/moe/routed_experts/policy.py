@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang.srt.environ import envs
+from sglang.srt.utils.common import is_hip
+
 from sglang.srt.layers.moe.routed_experts.shape import (
     RowShape,
     largest_forward_tokens,
     resolve_row_shape,
 )
-from sglang.srt.utils.common import is_hip
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -48,10 +49,15 @@ class Refusal:
     why: str
     instead: str = ""
 
+    @property
+    def advice(self) -> str:
+        return self.instead or f"Start without {self.flag}"
+
     def message(self, server_args: ServerArgs) -> str:
+        """One line for the error, with the argument's value where it has one."""
         value = getattr(server_args, self.flag[2:].replace("-", "_"), None)
         given = self.flag if value is None or isinstance(value, bool) else f"{self.flag} {value}"
-        return f"{given}: {self.why}. {self.instead or f'Start without {self.flag}'}."
+        return f"{given}: {self.why}. {self.advice}."
 
 
 def _architectures(server_args: ServerArgs) -> list[str]:
