@@ -74,6 +74,7 @@ class Models:
     def __init__(self, folder: Path) -> None:
         self.blocks: dict[tuple[str, str], Block] = {}
         self.architectures: dict[str, tuple[str, str]] = {}
+        self._reachable: dict[tuple[str, str], set[tuple[str, str]]] = {}
         for path in sorted(folder.rglob("*.py")):
             self._read(path.relative_to(folder).with_suffix("").as_posix(), path)
 
@@ -82,18 +83,21 @@ class Models:
         return sorted(
             name
             for name, key in self.architectures.items()
-            if not name.endswith(DRAFT_SUFFIXES) and block.key in self._reachable(key)
+            if not name.endswith(DRAFT_SUFFIXES) and block.key in self.reachable(key)
         )
 
-    def _reachable(self, start: tuple[str, str]) -> set[tuple[str, str]]:
-        seen: set[tuple[str, str]] = set()
-        todo = [start]
-        while todo:
-            key = todo.pop()
-            if key not in seen and key in self.blocks:
-                seen.add(key)
-                todo.extend(self.blocks[key].uses)
-        return seen
+    def reachable(self, start: tuple[str, str]) -> set[tuple[str, str]]:
+        """Keys of the blocks that a block, or one that it refers to, refers to; with itself."""
+        if start not in self._reachable:
+            seen: set[tuple[str, str]] = set()
+            todo = [start]
+            while todo:
+                key = todo.pop()
+                if key not in seen and key in self.blocks:
+                    seen.add(key)
+                    todo.extend(self.blocks[key].uses)
+            self._reachable[start] = seen
+        return self._reachable[start]
 
     def _read(self, file: str, path: Path) -> None:
         tree = ast.parse(path.read_text(encoding="utf-8-sig"))
@@ -132,15 +136,15 @@ def _read_block(file: str, name: str, node: ast.stmt, names: dict[str, tuple[str
         if isinstance(part, ast.Name) and part.id in names:
             block.uses.add(names[part.id])
         elif isinstance(part, ast.Call):
-            function = ast.unparse(part.func)
-            if function == "TopK":
+            if isinstance(part.func, ast.Name) and part.func.id == "TopK":
                 block.topk.append(part)
-            block.own_topk |= function == "torch.topk"
+            elif isinstance(part.func, ast.Attribute) and part.func.attr == "topk":
+                block.own_topk |= ast.unparse(part.func) == "torch.topk"
         elif isinstance(part, ast.Assign):
-            value = ast.unparse(part.value)
             block.has_experts |= _target(part) == "self.experts"
-            block.native |= value.endswith("topk.forward_native")
-            if value == "None":
+            if isinstance(part.value, ast.Attribute) and part.value.attr == "forward_native":
+                block.native |= _target(part) == "self.topk.forward"
+            if isinstance(part.value, ast.Constant) and part.value.value is None:
                 block.may_be_none.add(_target(part))
     return block
 
@@ -170,7 +174,7 @@ def document(folder: Path = MODELS) -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     lines.append(BYPASSED.rstrip("\n"))
-    for block, how in _bypassing(models):
+    for block, how in bypassing(models):
         cells = [f"{block.file}: `{block.name}`", how, ", ".join(models.reaching(block))]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -199,7 +203,7 @@ def _path(block: Block, options: dict[str, ast.expr]) -> str:
     return ", ".join(paths)
 
 
-def _bypassing(models: Models) -> Iterator[tuple[Block, str]]:
+def bypassing(models: Models) -> Iterator[tuple[Block, str]]:
     for block in models.blocks.values():
         if len(block.topk) > 1:
             yield block, "several `TopK` in a layer, each for a part of the tokens"
@@ -210,7 +214,7 @@ def _bypassing(models: Models) -> Iterator[tuple[Block, str]]:
 
 def _has_topk(models: Models, block: Block) -> bool:
     """Whether the block, or a block it is made of or derived from, routes through TopK."""
-    return any(models.blocks[key].topk for key in models._reachable(block.key))
+    return any(models.blocks[key].topk for key in models.reachable(block.key))
 
 
 if __name__ == "__main__":

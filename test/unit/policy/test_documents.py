@@ -44,15 +44,12 @@ def test_the_map_of_routing_paths_is_current() -> None:
 
 def test_the_map_knows_every_file_that_routes() -> None:
     """A plain search of the files must not find more than the syntax trees told."""
-    mapped = {key[0] for key, block in models().blocks.items() if block.topk}
+    models = routing_map.Models(routing_map.MODELS)
+    mapped = {block.file for block in models.blocks.values() if block.topk}
+    bypassing = {block.file for block, _ in routing_map.bypassing(models)}
     assert mapped == files_with("= TopK(")
-    bypassed = {block.file for block, _ in routing_map._bypassing(models())}
-    assert bypassed == {"ernie45_moe_vl", "mixtral_quant", "transformers"}
-    assert files_with("FusedMoE(") - mapped - bypassed == set()
-
-
-def models() -> routing_map.Models:
-    return routing_map.Models(routing_map.MODELS)
+    assert bypassing == {"ernie45_moe_vl", "mixtral_quant", "transformers"}
+    assert files_with("FusedMoE(") - mapped - bypassing == set()
 
 
 def files_with(text: str) -> set[str]:
