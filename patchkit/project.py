@@ -64,7 +64,7 @@ class Project:
                 continue
             commit = self.series.commit_of(name)
             if commit is None:
-                problems.append(f"{name}: fits no commit of patchkit/series.yml, or several")
+                problems.append(f"{name}: fits the `files` of no commit in patchkit/series.yml")
             else:
                 files[name], commits[name] = path.read_bytes(), commit
         refuse_all(problems, "the files of this project are not in order:")

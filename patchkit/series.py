@@ -38,9 +38,9 @@ class Series:
         return [c.name for c in self.commits]
 
     def commit_of(self, path: str) -> str | None:
-        """Name of the commit that the whole file `path` belongs to, None unless exactly one."""
+        """Name of the last commit that the whole file `path` fits, None if it fits none."""
         fits = [c.name for c in self.commits if any(fnmatchcase(path, g) for g in c.files)]
-        return fits[0] if len(fits) == 1 else None
+        return fits[-1] if fits else None
 
     @classmethod
     def load(cls, path: Path) -> Series:

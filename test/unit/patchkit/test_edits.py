@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unit.patchkit.small import EDITS
+from unit.patchkit.small import EDITS, git
 
 GOOD = """\
 # what for
@@ -87,9 +87,21 @@ def test_a_file_that_is_whole_and_edited(small):
 def test_a_file_that_belongs_to_no_commit(small):
     small.write("python/sglang/unknown.py", "x = 1\n")
     err = small.run("branch").err
-    assert "python/sglang/unknown.py: fits no commit of patchkit/series.yml, or several" in err
+    assert "python/sglang/unknown.py: fits the `files` of no commit in patchkit/series.yml" in err
 
 
 def test_caches_of_python_are_not_ours(small):
     small.write("python/sglang/__pycache__/x.cpython-311.pyc", "x")
     assert small.run("branch").code == 0
+
+
+def test_a_file_belongs_to_the_last_commit_that_it_fits(small):
+    small.write("python/sglang/first_later.py", "x = 1\n")
+    series = small.root / "patchkit/series.yml"
+    series.write_text(
+        series.read_text().replace("srt/*", "srt/*', 'python/sglang/*_later.py").replace('"', "'")
+    )
+    assert small.run("branch").code == 0
+    shown = git(small.built, "show", "--format=%s", "--name-only", "routed-experts~1")
+    assert shown.splitlines()[0] == "The second"
+    assert "python/sglang/first_later.py" in shown.splitlines()
