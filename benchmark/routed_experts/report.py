@@ -1,0 +1,280 @@
+"""Tables and a picture from the results files.
+
+    python report.py [--results FOLDER] [--into FILE ..]     (`make bench-report`)
+
+Puts tables between their markers in the files named, such as `<!-- figures -->` and
+`<!-- /figures -->` (also: absolute, growth), and the picture beside the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import picture
+import step_trace
+from results import ResultsError, merge, middle, paired_ratios
+from scheduler_time import REQUEST_CALLS, STEP_CALLS
+
+HERE = Path(__file__).resolve().parent
+Data = Mapping[str, Any]
+
+ENGINES = {"ours": "ours", "peer": "0.5.11", "base": "0.5.10.post1"}
+ASKED = {"no": "not asked", "int32": "all ask, int32", "auto": "all ask, auto"}
+# What a row is compared with: the same engine without the flag. The base was not started without
+# it: our tree does nothing then either.
+OFF = {
+    "ours": {"engine": "ours", "flag": False, "asked": "no"},
+    "peer": {"engine": "peer", "flag": False, "asked": "no"},
+    "base": {"engine": "ours", "flag": False, "asked": "no"},
+}
+_BATCH = 64
+_LONG = 32_000  # tokens of a long request
+
+
+def figures(data: Data) -> str:
+    """README's tables: throughput against the flag off, and what a step and a request cost."""
+    tables = _ratios(data, "output_tps", "output tok/s / flag off"), _costs(data), _caption(data)
+    return "\n\n".join(filter(None, tables))
+
+
+def absolute(data: Data) -> str:
+    """Tokens a second as they were measured, and what the flag does to the first token."""
+    batches = sorted({row["batch"] for row in data["rows"]})
+    lines = [
+        [
+            f"{ENGINES[engine]}, {ASKED[asked] if flag else 'flag off'}",
+            *(_median_tps(data, (engine, flag, asked, batch)) for batch in batches),
+        ]
+        for engine in ENGINES
+        for flag, asked in ((False, "no"), *((True, asked) for asked in ASKED))
+    ]
+    tps = _table(["output tok/s", *(f"batch {b}" for b in batches)], lines)
+    return "\n\n".join(
+        filter(None, (tps, _ratios(data, "ttft_s", "last first token, seconds / flag off")))
+    )
+
+
+def _median_tps(data: Data, key: tuple[str, bool, str, int]) -> str:
+    runs = [
+        tps
+        for row in data["rows"]
+        if (row["engine"], row["flag"], row["asked"], row["batch"]) == key
+        for tps in row["output_tps"]
+    ]
+    return f"{middle(runs):,.0f}" if runs else ""
+
+
+def _ratios(data: Data, field: str, what: str) -> str:
+    """Ratios to the flag off, by engine, what was asked, and batch; and of ours to the peer."""
+    rows = [row for row in data["rows"] if row["flag"]]
+    batches = sorted({row["batch"] for row in rows})
+    lines = []
+    for engine in ENGINES:
+        for asked in ASKED:
+            name = f"{ENGINES[engine]}, {ASKED[asked]}"
+            lines.append([name, *(_ratio(data, rows, engine, asked, b, field) for b in batches)])
+    for asked in ("no", "int32"):
+        name = f"ours over 0.5.11, {ASKED[asked]}"
+        peer = {"engine": "peer", "flag": True, "asked": asked}
+        lines.append([name, *(_ratio(data, rows, "ours", asked, b, field, peer) for b in batches)])
+    return _table([what, *(f"batch {b}" for b in batches)], lines)
+
+
+def _ratio(
+    data: Data,
+    rows: Iterable[Data],
+    engine: str,
+    asked: str,
+    batch: int,
+    field: str,
+    reference: Data | None = None,
+) -> str:
+    ratios = [
+        ratio
+        for row in rows
+        if (row["engine"], row["asked"], row["batch"]) == (engine, asked, batch)
+        for ratio in paired_ratios(data, row, reference or OFF[engine], field)
+    ]
+    if not ratios:
+        return ""
+    return f"{middle(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+
+
+def _costs(data: Data) -> str:
+    engines = list(reversed(ENGINES))
+    lines = [
+        ["kernels added to a decode step of 64", *(_kernels(data, e, "count") for e in engines)],
+        ["their GPU time", *(_kernels(data, e, "us") for e in engines)],
+        [
+            "scheduler's thread, a decode step of 64",
+            *(_scheduler(data, e, STEP_CALLS, (0, _BATCH)) for e in engines),
+        ],
+        [
+            "scheduler's thread, a request of 32,000 rows ends",
+            *(_scheduler(data, e, REQUEST_CALLS, range(_LONG, _LONG + 200)) for e in engines),
+        ],
+        *(
+            [
+                f"longest gap of the others as 32,000 rows leave, {ASKED[asked].split()[-1]}",
+                *(_stall(data, e, asked) for e in engines),
+            ]
+            for asked in ("int32", "auto")
+        ),
+    ]
+    return _table(["", *(ENGINES[e] for e in engines)], lines)
+
+
+def _kernels(data: Data, engine: str, field: str) -> str:
+    steps = {(p["engine"], p["flag"]): p for p in data.get("profile", []) if p["batch"] == _BATCH}
+    on, off = steps.get((engine, True)), steps.get((OFF[engine]["engine"], False))
+    if not on or not off:
+        return ""
+    more = sum(each[field] for each in step_trace.added(off["by_name"], on["by_name"]))
+    return f"{more:.0f}" if field == "count" else f"{more:.1f} us"
+
+
+def _scheduler(data: Data, engine: str, calls: Sequence[str], tokens: Sequence[int]) -> str:
+    spent = [
+        entry["us"]
+        for entry in data.get("scheduler_time", [])
+        if entry["engine"] == engine and entry["call"] in calls and entry["tokens"] in tokens
+    ]
+    if not spent:
+        return ""
+    return f"{sum(spent) / 1e3:.2f} ms" if sum(spent) >= 1e3 else f"{sum(spent):.0f} us"
+
+
+def _stall(data: Data, engine: str, asked: str) -> str:
+    gaps = {
+        entry["prompt_tokens"]: entry["longest_gap_ms"]
+        for entry in data["stall"]
+        if (entry["engine"], entry["asked"]) == (engine, asked)
+    }
+    if not gaps:
+        return ""
+    long, short = gaps[max(gaps)], gaps[min(gaps)]
+    return (
+        f"{middle(long) - middle(short):+.1f} ms "
+        f"({middle(long):.1f}, {max(long):.1f} at most; {middle(short):.1f} as 500 leave)"
+    )
+
+
+def _caption(data: Data) -> str:
+    software = ", ".join(f"{name} {version}" for name, version in data["software"].items())
+    wrong = sum(bool(problem) for row in data["rows"] for problem in row["problems"])
+    faults = f" In {wrong} runs rows were wrong or missing; see the JSON." if wrong else ""
+    machine = data["machine"]
+    return (
+        f"{machine[:1].upper()}{machine[1:]}, {data['date']}, commit {data['commit'][:9]}. "
+        f"{data.get('model', '')}. 1,024 tokens in and 512 out (batch 256: 128 and 256). "
+        "Medians of ratios taken pair by pair, lowest and highest in brackets; below 1 is a loss "
+        "of throughput, above 1 a later first token. 0.5.10.post1 is compared with our tree "
+        f"started without the flag.{faults} Software: {software}; the base pins torch 2.9.1 and "
+        "sglang-kernel 0.4.1."
+    )
+
+
+def growth(data: Data) -> str:
+    """How the kernels' cost grows: tokens, layers and top-k, and rows of a request."""
+    all_kernels = data.get("kernels", [])
+    parts = []
+    usual = [k for k in all_kernels if (k["layers"], k["top_k"], k["experts"]) == (48, 8, 128)]
+    steps = sorted({k["tokens"] for k in usual if k["what"] != "collect"})
+    head = ["", "copies a layer, int32", "pack", "file", "pack GB/s", "file GB/s"]
+    parts.append(
+        _table(
+            ["tokens, 48 layers x top-8 of 128", *head[1:]],
+            [[f"{n:,}", *_step_cells([k for k in usual if k["tokens"] == n])] for n in steps],
+        )
+    )
+    shapes = sorted({(k["layers"], k["top_k"], k["experts"]) for k in all_kernels})
+    lines = []
+    for tokens in (64, 8_192):
+        for shape in shapes:
+            about = "{} x {} of {}".format(*shape)
+            at = [
+                k
+                for k in all_kernels
+                if (k["layers"], k["top_k"], k["experts"], k["tokens"]) == (*shape, tokens)
+            ]
+            lines.append([f"{about}, {tokens:,} tokens", *_step_cells(at)])
+    parts.append(_table(["layers x top-k", *head[1:]], lines))
+    collected = [k for k in usual if k["what"] == "collect"]
+    parts.append(
+        _table(
+            ["rows of a request, collected", "time", "GB/s over the bus"],
+            [[f"{k['tokens']:,}", _spread(k), f"{k['gb_s']:.1f}"] for k in collected],
+        )
+    )
+    parts.append(
+        _table(
+            ["scheduler's thread", "tokens", "time"],
+            [[f"`{h['what']}`", f"{h['tokens']:,}", _spread(h)] for h in data.get("host_time", [])],
+        )
+    )
+    return "\n\n".join(filter(None, parts))
+
+
+def _step_cells(entries: Sequence[Data]) -> list[str]:
+    by_name = {entry["what"]: entry for entry in entries}
+    times = [_spread(by_name[n]) if n in by_name else "" for n in ("copies", "pack", "file")]
+    rates = [f"{by_name[n]['gb_s']:.1f}" if n in by_name else "" for n in ("pack", "file")]
+    return [*times, *rates]
+
+
+def _spread(entry: Data) -> str:
+    digits = 1 if entry["us"] < 1_000 else 0
+    low, high = entry["us_p10"], entry["us_p90"]
+    return f"{entry['us']:,.{digits}f} us ({low:,.{digits}f} to {high:,.{digits}f})"
+
+
+def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Markdown; lines without any figure are left out, and so is a table without lines."""
+    told = [line for line in lines if any(line[1:])]
+    if not told:
+        return ""
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *told))
+
+
+def put(text: str, marker: str, file: Path) -> bool:
+    """Put `text` between the marker's two lines in `file`. Whether they are there."""
+    whole = file.read_text()
+    pattern = rf"(<!-- {marker} -->\n).*?(<!-- /{marker} -->)"
+    new, count = re.subn(
+        pattern, lambda found: f"{found[1]}{text}\n{found[2]}", whole, flags=re.DOTALL
+    )
+    if count:
+        file.write_text(new)
+    return bool(count)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of *.json")
+    parser.add_argument("--into", type=Path, nargs="*", default=[], help="files with markers")
+    arguments = parser.parse_args()
+    try:
+        data = {"rows": [], "stall": [], **merge(sorted(arguments.results.glob("*.json")))}
+    except ResultsError as error:
+        sys.exit(f"error: {error}")
+    texts = {"figures": figures(data), "absolute": absolute(data), "growth": growth(data)}
+    for file in arguments.into:
+        found = [marker for marker, text in texts.items() if put(text, marker, file)]
+        print(f"{file}: {', '.join(found) or 'no markers'}")
+    if not arguments.into:
+        print("\n\n".join(texts.values()))
+    target = arguments.results / "figures.png"
+    picture.draw(data, target)
+    print(target)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""What is compared: sessions of two servers that share the GPU, and their loads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from servers import Engine
+
+OURS_OFF, OURS_ON = Engine("ours", False), Engine("ours", True)
+PEER_OFF, PEER_ON = Engine("peer", False), Engine("peer", True)
+BASE_ON = Engine("base", True)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A load. `often`: run --pairs times, else --few-pairs times."""
+
+    batch: int
+    input_len: int
+    output_len: int
+    often: bool
+
+    @property
+    def key(self) -> dict[str, int]:
+        return {"batch": self.batch, "input_len": self.input_len, "output_len": self.output_len}
+
+
+# 256 requests have shorter prompts and answers: at 1,024 + 512 tokens they would need 36 GiB of KV
+# pool, and two servers would not fit. Their steps are shorter for it, so whatever the flag adds
+# weighs more, not less.
+CASES = (
+    Case(64, 1024, 512, often=True),
+    Case(1, 1024, 512, often=True),
+    Case(8, 1024, 512, often=False),
+    Case(256, 128, 256, often=False),
+)
+
+
+@dataclass(frozen=True)
+class Session:
+    """Two servers; `asked` says what each is asked, in the order A B (every other round B A).
+
+    stalls: also measure how long a finishing request holds up the others, on servers with the flag.
+    """
+
+    asked: dict[Engine, Sequence[str]]
+    stalls: bool = False
+
+    @property
+    def engines(self) -> list[Engine]:
+        return list(self.asked)
+
+    @property
+    def configurations(self) -> list[tuple[Engine, str]]:
+        return [(engine, asked) for engine, all_asked in self.asked.items() for asked in all_asked]
+
+    def key(self, engine: Engine, asked: str, case: Case) -> dict[str, Any]:
+        """The results row of one configuration under one load."""
+        return {"engine": engine.name, "flag": engine.flag, "asked": asked, **case.key}
+
+
+# In an order in which few servers have to be started anew.
+SESSIONS = {
+    "ours": Session({OURS_OFF: ["no"], OURS_ON: ["no", "int32", "auto"]}),
+    "duel": Session({OURS_ON: ["no", "int32", "auto"], PEER_ON: ["no", "int32"]}, stalls=True),
+    "peer": Session({PEER_OFF: ["no"], PEER_ON: ["no", "int32"]}),
+    "base": Session({OURS_OFF: ["no"], BASE_ON: ["no", "int32"]}),
+}

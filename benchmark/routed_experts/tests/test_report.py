@@ -1,0 +1,78 @@
+"""The report: ratios where there are pairs, losses as they are, markers, a picture."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import report
+from results import Results
+
+HEADER = {
+    "machine": "one GPU",
+    "date": "2026-12-01",
+    "commit": "c" * 40,
+    "tree": "t",
+    "model": "some shape",
+    "software": {"torch": "2.11.0"},
+}
+SHAPE = {"batch": 64, "input_len": 1024, "output_len": 512}
+
+
+def _results(path: Path) -> dict:
+    results = Results(path, HEADER)
+    off, on, peer = ("ours", False, 1_000.0), ("ours", True, 990.0), ("peer", True, 1_100.0)
+    rounds = {"ours/1": (off, on), "ours/2": (on, off), "duel/1": (on, peer)}
+    for name, servers in rounds.items():
+        for engine, flag, tps in servers:
+            key = {"engine": engine, "flag": flag, "asked": "no", **SHAPE}
+            results.add_run(key, name, output_tps=tps, ttft_s=1.0, latency_s=2.0, problems=[])
+    for tokens, gaps in ((500, [20.0, 21.0, 22.0]), (32_000, [70.0, 71.0, 90.0])):
+        key = {"engine": "peer", "asked": "int32", "prompt_tokens": tokens}
+        for gap in gaps:
+            results.add_stall(key, longest_gap_ms=gap, quiet_gap_ms=20.0)
+    steps = {"on_forward_end": 64, "on_result": 0, "collect": 32_063}
+    entries = [
+        {"engine": "ours", "call": call, "tokens": tokens, "us": 20.0}
+        for call, tokens in steps.items()
+    ]
+    results.replace("scheduler_time", ("call",), entries)
+    return results.data
+
+
+def test_figures_tell_wins_and_losses(tmp_path: Path) -> None:
+    text = report.figures(_results(tmp_path / "r.json"))
+    assert "| ours, not asked | 0.990 (0.990 to 0.990) |" in text
+    assert "| ours over 0.5.11, not asked | 0.900 (0.900 to 0.900) |" in text
+    assert "0.5.11, not asked |" not in text.replace("over 0.5.11", "")  # it was not paired
+    assert "+50.0 ms (71.0, 90.0 at most; 21.0 as 500 leave)" in text
+    assert "| scheduler's thread, a decode step of 64 |  |  | 40 us |" in text
+    assert "commit ccccccccc" in text
+
+
+def test_wrong_rows_are_told(tmp_path: Path) -> None:
+    data = _results(tmp_path / "r.json")
+    data["rows"][0]["problems"][0] = ["request 0 has no rows"]
+    assert "In 1 runs rows were wrong or missing" in report.figures(data)
+
+
+def test_tables_go_between_markers_and_a_picture_is_drawn(tmp_path: Path) -> None:
+    _results(tmp_path / "r.json")
+    readme = tmp_path / "README.md"
+    readme.write_text("# A\n<!-- figures -->\nold\n<!-- /figures -->\nend\n")
+    command = [sys.executable, report.__file__, "--results", str(tmp_path), "--into", str(readme)]
+    for _ in range(2):
+        subprocess.run(command, check=True)
+    text = readme.read_text()
+    assert text.startswith("# A\n<!-- figures -->\n| output tok/s")
+    assert text.endswith("\n<!-- /figures -->\nend\n")
+    assert "old" not in text
+    assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_results_it_says_what_to_do(tmp_path: Path) -> None:
+    command = [sys.executable, report.__file__, "--results", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "make bench" in done.stderr
