@@ -1,4 +1,4 @@
-"""Rows between two real processes: right bytes, released once, nothing left behind whoever is killed."""
+"""Rows between two real processes: right bytes, released once, nothing left whoever is killed."""
 
 import gc
 import multiprocessing
@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from sglang.srt.layers.moe.routed_experts import transport
+from sglang.srt.layers.moe.routed_experts.descriptor import BAD_WORD, READY_WORD, RowsDescriptor
 from sglang.srt.layers.moe.routed_experts.reader import RoutedExpertsError, RowsReader
-from sglang.srt.layers.moe.routed_experts.transport import BAD_WORD, READY_WORD, RowsArena
+from sglang.srt.layers.moe.routed_experts.transport import RowsArena
 
 MB = 1 << 20
 SHAPE = (5, 4, 2)
@@ -200,14 +201,14 @@ def test_random_use_never_hands_out_overlapping_blocks():
 def test_rows_in_the_message_and_no_rows():
     ids = np.arange(40, dtype=np.uint16).reshape(SHAPE)
     reader = RowsReader()
-    inline = transport.RowsDescriptor("uint16", SHAPE, 0, "int32", data=ids.tobytes())
+    inline = RowsDescriptor("uint16", SHAPE, 0, "int32", data=ids.tobytes())
     assert np.array_equal(reader.read(pickle.loads(pickle.dumps(inline))), ids)
-    empty = transport.RowsDescriptor("uint8", (0, 4, 2), 9, "auto")
+    empty = RowsDescriptor("uint8", (0, 4, 2), 9, "auto")
     assert reader.read(empty).shape == (0, 4, 2)
     reader.release(inline)
     reader.release(empty)
     with pytest.raises(RoutedExpertsError, match="because"):
-        reader.read(transport.RowsDescriptor("uint8", SHAPE, 0, "auto", error="because"))
+        reader.read(RowsDescriptor("uint8", SHAPE, 0, "auto", error="because"))
 
 
 @pytest.mark.parametrize("killed", ["scheduler", "reader"])
@@ -274,7 +275,7 @@ def test_another_file_under_the_same_number_is_not_touched(tmp_path):
     victim.write_bytes(b"\x01" * MB)
     with open(victim, "r+b") as file:
         ref = descriptor.block._replace(fd=file.fileno(), segment="0" * 16)
-        other = transport.RowsDescriptor("uint8", SHAPE, 0, "auto", block=ref)
+        other = RowsDescriptor("uint8", SHAPE, 0, "auto", block=ref)
         with pytest.raises(RoutedExpertsError, match="another file"):
             RowsReader().read(other)
         RowsReader().release(other)

@@ -1,6 +1,7 @@
 """The bytes that trainers decode, with decoders of our own and with what trainers do by hand."""
 
 import base64
+import pickle
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ def ids(rows, dtype=np.uint8, seed=0):
 def meta_info(rows, wanted, start_len=0):
     dtype = wire.wire_dtype(rows.dtype.name, wanted)
     return {
-        "routed_experts": wire.encode_rows(rows, dtype).text(),
+        "routed_experts": wire.WireRows(rows, dtype).text(),
         "routed_experts_info": wire.rows_info(dtype, rows.shape, start_len),
     }
 
@@ -54,10 +55,12 @@ def test_auto_is_the_smallest_type_and_describes_itself(rows, stored):
 
 
 def test_pieces_are_small_and_join_to_the_text():
-    encoded = wire.encode_rows(ids(3000), "int32")
-    assert len(encoded.pieces) > 10 and max(map(len, encoded.pieces)) <= 256 * 1024
-    assert encoded.num_bytes == len(encoded.text()) == 3000 * LAYERS * TOP_K * 4 * 4 // 3
-    assert str(encoded) == f"<routed experts, {encoded.num_bytes} bytes>", "logs must not hold rows"
+    rows = wire.WireRows(ids(3000), "int32")
+    pieces = [rows.piece(i) for i in range(rows.num_pieces)]
+    assert len(pieces) > 10 and max(map(len, pieces)) <= 256 * 1024
+    assert b"".join(pieces).decode() == rows.text() == pickle.loads(pickle.dumps(rows))
+    assert rows.num_bytes == len(rows.text()) == 3000 * LAYERS * TOP_K * 4 * 4 // 3
+    assert str(rows) == f"<routed experts, {rows.num_bytes} bytes>", "logs must not hold rows"
 
 
 def test_answers_of_older_servers_are_read_as_int32():

@@ -18,7 +18,7 @@ from sglang.srt.entrypoints.openai.protocol import (
     DeltaMessage,
 )
 
-from sglang.srt.layers.moe.routed_experts.response import json_pieces, json_response, paced
+from sglang.srt.layers.moe.routed_experts.response import json_parts, json_response, send
 
 _FIELDS = (
     "routed_experts",
@@ -68,7 +68,7 @@ async def stream_rows(
             content["choices"] = [{**_empty_choice(chunk, index), "sglext": fields}]
         if index == min(asked):
             content["sglext"] = fields
-        async for piece in paced(json_pieces(content, b"data: ", b"\n\n")):
+        async for piece in send(json_parts(content, b"data: ", b"\n\n")):
             yield piece
 
 

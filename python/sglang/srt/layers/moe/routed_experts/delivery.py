@@ -1,10 +1,11 @@
 """From the scheduler's message to `meta_info`, in the answering process.
 
-    message arrives:   attach | executor: wait for READY, encode, release the block
+    message arrives:   attach | executor: wait for READY, copy the rows, release the block
     answer is due:     settle waits for that and fills in meta_info
     request arrives:   admit waits while too many bytes of rows are on their way out
 
-A block is released as soon as it is encoded, whether or not anybody still waits for the answer.
+A block is released as soon as it is copied, whether or not anybody still waits for the answer, and
+however slowly a client reads: memory that the GPU writes is scarcer than this process's own.
 """
 
 from __future__ import annotations
@@ -17,15 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.environ import envs
 
+from sglang.srt.layers.moe.routed_experts.descriptor import RowsDescriptor
 from sglang.srt.layers.moe.routed_experts.in_flight import BytesInFlight, Claim
 from sglang.srt.layers.moe.routed_experts.metrics import DeliveryMetrics
 from sglang.srt.layers.moe.routed_experts.reader import RoutedExpertsError, RowsReader
 from sglang.srt.layers.moe.routed_experts.request import asks_for_rows, check_request
 from sglang.srt.layers.moe.routed_experts.shape import resolve_row_shape
-from sglang.srt.layers.moe.routed_experts.transport import RowsDescriptor
 from sglang.srt.layers.moe.routed_experts.wire import (
-    encode_rows,
-    encoded_bytes,
+    WireRows,
     rows_info,
     wire_dtype,
 )
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ENCODERS = 2
+_COPIERS = 2
 
 
 class RowsDelivery:
@@ -49,7 +49,7 @@ class RowsDelivery:
         self._server_args = manager.server_args
         self._model_config = manager.model_config
         self._reader = RowsReader()
-        self._encoders = ThreadPoolExecutor(_ENCODERS, thread_name_prefix="routed-experts")
+        self._copiers = ThreadPoolExecutor(_COPIERS, thread_name_prefix="routed-experts")
         self._metrics = None
         if manager.enable_metrics and manager.server_args.enable_return_routed_experts:
             self._metrics = DeliveryMetrics(manager.metrics_collector.labels)
@@ -73,7 +73,7 @@ class RowsDelivery:
             await self._in_flight.room()
 
     def attach(self, state: ReqState, message: Any, i: int) -> None:
-        """Take entry `i` of a batch's output; what it holds of rows is encoded in the background."""
+        """Take entry `i` of a batch's output; what it holds of rows is copied in the background."""
         finish_reason = message.finished_reasons[i]
         if finish_reason is None or not asks_for_rows(state.obj):
             self.discard(message, i)
@@ -97,7 +97,7 @@ class RowsDelivery:
         """Put the rows of a finished request into out["meta_info"].
 
         Args:
-            as_text: as a str, which costs a copy; otherwise as EncodedRows, for response.py.
+            as_text: as a str, for a caller in this process; otherwise as WireRows, for response.py.
         """
         pending, state.routed_experts = state.routed_experts, None
         if pending is None:
@@ -110,7 +110,7 @@ class RowsDelivery:
             self._metrics.handed_over(num_rows, rows.num_bytes, time.monotonic() - since)
         if rows is not None and as_text:
             loop = asyncio.get_running_loop()
-            text = await loop.run_in_executor(self._encoders, rows.text)
+            text = await loop.run_in_executor(self._copiers, rows.text)
             fields = {**fields, "routed_experts": text}
         out["meta_info"].update(fields)
 
@@ -123,10 +123,8 @@ class RowsDelivery:
     ) -> None:
         if descriptor is None:
             descriptor = self._no_rows(state.obj, finish_reason, num_tokens)
-        dtype = wire_dtype(descriptor.dtype, descriptor.wanted)
-        claim = self._in_flight.claim(encoded_bytes(descriptor.shape, dtype))
         state.routed_experts = asyncio.get_running_loop().run_in_executor(
-            self._encoders, self._fields, descriptor, dtype, claim
+            self._copiers, self._fields, descriptor, self._in_flight.claim(descriptor.num_bytes)
         )
 
     def _no_rows(
@@ -147,18 +145,19 @@ class RowsDelivery:
             error=error,
         )
 
-    def _fields(
-        self, descriptor: RowsDescriptor, dtype: str, claim: Claim
-    ) -> tuple[float, dict[str, Any]]:
+    def _fields(self, descriptor: RowsDescriptor, claim: Claim) -> tuple[float, dict[str, Any]]:
         """When the rows were collected, and what goes into meta_info. Never raises."""
         # Another node's clock says nothing here.
         since = descriptor.born if descriptor.block is not None else time.monotonic()
+        dtype = wire_dtype(descriptor.dtype, descriptor.wanted)
         fields: dict[str, Any] = {"routed_experts_start_len": descriptor.start_len}
         try:
-            rows = encode_rows(self._reader.read(descriptor), dtype, claim)
+            rows = self._reader.read(descriptor)
+            if descriptor.block is not None:
+                rows = rows.copy()
             if not self._reader.still_ours(descriptor):
                 raise RoutedExpertsError("the rows were given up before they were read")
-            fields["routed_experts"] = rows
+            fields["routed_experts"] = WireRows(rows, dtype, claim)
             fields["routed_experts_info"] = rows_info(dtype, descriptor.shape, descriptor.start_len)
         except RoutedExpertsError as error:
             logger.error(f"Routed experts of a request cannot be delivered: {error}")

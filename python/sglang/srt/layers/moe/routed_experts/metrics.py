@@ -24,12 +24,12 @@ class DeliveryMetrics:
         ).labels(**labels)
         self._bytes = Counter(
             "sglang:routed_experts_bytes_total",
-            "Bytes of encoded routed experts returned to clients.",
+            "Bytes of routed experts returned to clients, as encoded.",
             names,
         ).labels(**labels)
         self._in_flight = Gauge(
             "sglang:routed_experts_bytes_in_flight",
-            "Bytes of encoded routed experts that clients have not read yet.",
+            "Bytes of routed experts held for clients that have not read them yet.",
             names,
             multiprocess_mode="livesum",
         ).labels(**labels)

@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 
-from sglang.srt.layers.moe.routed_experts.transport import (
+from sglang.srt.layers.moe.routed_experts.descriptor import (
     BAD_WORD,
     GENERATION_WORD,
     HEADER_WORDS,
@@ -30,7 +30,7 @@ class RoutedExpertsError(RuntimeError):
 
 
 class RowsReader:
-    """Reads the blocks that descriptors name. One a process; its methods may be called from any thread."""
+    """Reads the blocks that descriptors name. One a process; for any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -39,8 +39,8 @@ class RowsReader:
     def read(self, descriptor: RowsDescriptor, timeout_s: float = 60.0) -> np.ndarray:
         """The rows, [rows, layers, top_k] of the descriptor's dtype; read-only.
 
-        Waits for the collect kernel, up to `timeout_s` seconds. A view of shared memory: valid until `release`, and
-        only if `still_ours` says so after the last look at it.
+        Waits for the collect kernel, up to `timeout_s` seconds. A view of shared memory: valid
+        until `release`, and only if `still_ours` says so after the last look at it.
 
         Raises:
             RoutedExpertsError: there are no rows, or they cannot be reached.
@@ -54,7 +54,8 @@ class RowsReader:
         _wait_for_ready(words, descriptor.block.generation, timeout_s)
         if words[BAD_WORD]:
             raise RoutedExpertsError(
-                f"{words[BAD_WORD]} of {descriptor.shape[0]} rows were not captured; the server's log says why"
+                f"{words[BAD_WORD]} of {descriptor.shape[0]} rows were not captured; "
+                "the server's log says why"
             )
         return _as_rows(descriptor, segment, descriptor.block.offset + _HEADER_BYTES)
 
@@ -66,7 +67,7 @@ class RowsReader:
         return bool(words[GENERATION_WORD] == descriptor.block.generation)
 
     def release(self, descriptor: RowsDescriptor) -> None:
-        """Give the block back. Whatever was not released stays occupied; a second call does nothing."""
+        """Give the block back. Until then it stays occupied; a second call does nothing."""
         block = descriptor.block
         if block is None:
             return
@@ -87,7 +88,7 @@ class RowsReader:
             return self._segments[key]
 
     def _forget_ended_processes(self) -> None:
-        """Unmap what belonged to schedulers that ended, so that restarting an engine does not add up."""
+        """Unmap what belonged to schedulers that ended: restarting an engine must not add up."""
         for key in [key for key in self._segments if not os.path.exists(f"/proc/{key[0]}/exe")]:
             del self._segments[key]
 
@@ -100,8 +101,9 @@ def _map(block: BlockRef) -> mmap.mmap:
         fd = os.open(path, os.O_RDWR)
     except OSError as error:
         raise RoutedExpertsError(
-            f"the scheduler's shared memory cannot be opened ({path}: {error.strerror}). If the scheduler runs in "
-            "another container or as another user, set SGLANG_ROUTED_EXPERTS_TRANSPORT=message for the server"
+            f"the scheduler's shared memory cannot be opened ({path}: {error.strerror}). If the "
+            "scheduler runs in another container or as another user, start the server with "
+            "SGLANG_ROUTED_EXPERTS_TRANSPORT=message"
         ) from error
     try:
         return mmap.mmap(fd, block.segment_bytes)

@@ -1,4 +1,4 @@
-"""Which rows a request wants: its three fields, checked so that a wrong one is answered with its name."""
+"""Which rows a request wants: three fields; a wrong one is answered with its name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check_request(obj: GenerateReqInput, server_args: ServerArgs) -> None:
     """Whether this server can answer with the rows that `obj` wants.
 
     Raises:
-        ValueError: a field has a wrong value, or the server was started without the flag. Names the field, or the flag.
+        ValueError: a wrong field, or a server without the flag. Names the field or the flag.
     """
     check_fields(obj)
     if asks_for_rows(obj) and not server_args.enable_return_routed_experts:
@@ -27,7 +27,7 @@ def check_request(obj: GenerateReqInput, server_args: ServerArgs) -> None:
 
 
 def check_fields(obj: GenerateReqInput) -> None:
-    """Check types, values and, in a batch, lengths. Works before and after the request was normalized.
+    """Check types, values and, in a batch, lengths; before or after the request is normalized.
 
     Raises:
         ValueError: names the field.
@@ -46,7 +46,7 @@ def check_fields(obj: GenerateReqInput) -> None:
 
 
 def normalize_fields(obj: GenerateReqInput) -> None:
-    """Check the fields of a request and repeat lists for `n` > 1, as the base does with the prompts."""
+    """Check the fields of a request; repeat lists for `n` > 1, as is done with the prompts."""
     check_fields(obj)
     for name, _, _ in _FIELDS:
         value = getattr(obj, name)

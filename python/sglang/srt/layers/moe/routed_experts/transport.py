@@ -1,11 +1,9 @@
 """Shared memory between the scheduler that collects rows and the process that answers with them.
 
-A segment is a memfd: it has no name in /dev/shm, is not bounded by that mount's size, and the kernel frees it with the
-last process that maps it, however that process ends. The scheduler owns the segments and hands out blocks; the message
-carries a RowsDescriptor; reader.py maps the same pages. Who may write what in a block's header:
-
-    READY       the collect kernel (0 -> 1), after the rows     BAD         the collect kernel: rows never captured
-    RELEASED    the reader, once: the block's generation        GENERATION  the arena, when it hands the block out
+A segment is a memfd: it has no name in /dev/shm, is not bounded by that mount's size, and the
+kernel frees it with the last process that maps it, however that process ends. The scheduler owns
+the segments and hands out blocks; the message carries a RowsDescriptor; reader.py maps the same
+pages.
 """
 
 from __future__ import annotations
@@ -18,10 +16,18 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from sglang.srt.layers.moe.routed_experts.descriptor import (
+    GENERATION_WORD,
+    HEADER_WORDS,
+    BlockRef,
+    RowsDescriptor,
+    memfd_name,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -29,9 +35,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-HEADER_WORDS = 16
-READY_WORD, BAD_WORD, RELEASED_WORD, GENERATION_WORD = range(4)
-DTYPES = ("uint8", "uint16", "int32")
 
 _WORD_BYTES = 4
 _HEADER_BYTES = HEADER_WORDS * _WORD_BYTES
@@ -44,53 +47,11 @@ _CHECKS_PER_ALLOCATION = 32
 _LEASE_SECONDS = 900.0
 
 
-class BlockRef(NamedTuple):
-    """Where another process finds a block: the segment as /proc/{pid}/fd/{fd}, and the block in it."""
-
-    pid: int
-    fd: int
-    segment: str
-    segment_bytes: int
-    offset: int
-    generation: int
-
-
-@dataclass(frozen=True)
-class RowsDescriptor:
-    """One request's rows on their way to the answering process. Small and picklable unless `data` is set.
-
-    Attributes:
-        dtype: type of the stored ids, one of DTYPES.
-        shape: (rows, layers, top_k).
-        start_len: the request's routed_experts_start_len.
-        wanted: "int32" or "auto", the request's routed_experts_dtype.
-        error: why there are no rows; then neither `block` nor `data` is set.
-        block: the rows in shared memory, behind a header of HEADER_WORDS int32.
-        data: the rows themselves, little-endian, where shared memory has no room or the scheduler is on another node.
-        born: time.monotonic() of the collection.
-
-    Without error, block and data there are zero rows.
-    """
-
-    dtype: str
-    shape: tuple[int, int, int]
-    start_len: int
-    wanted: str
-    error: str | None = None
-    block: BlockRef | None = None
-    data: bytes | None = None
-    born: float = field(default_factory=time.monotonic)
-
-    @property
-    def num_bytes(self) -> int:
-        rows, layers, top_k = self.shape
-        return rows * layers * top_k * np.dtype(self.dtype).itemsize
-
-
 class RowsBlock:
     """A stretch of shared memory for one request's rows, written by the scheduler's process.
 
-    Once `descriptor` was called the reader gives the block back; a block dropped before that returns to the arena.
+    Once `descriptor` was called the reader gives the block back; a block that is dropped before
+    that returns to the arena by itself.
 
     Attributes:
         rows: torch.uint8 [num_bytes].
@@ -117,11 +78,12 @@ class RowsBlock:
 
 
 class RowsArena:
-    """Owns the segments and decides when a block may be handed out again. Used by the scheduler's thread alone.
+    """Owns the segments; decides when a block may be handed out again. For one thread only.
 
     Args:
         capacity: bytes of shared memory at most. Segments are added as needed and kept.
-        register: called with (address, bytes) of each new segment, to make it addressable from the GPU.
+        register: called with (address, bytes) of each new segment, to make it addressable from
+            the GPU.
         first_segment: bytes allocated at once.
         clock: seconds, monotonic.
     """
@@ -153,7 +115,7 @@ class RowsArena:
         return len(self._leases)
 
     def allocate(self, num_bytes: int) -> RowsBlock | None:
-        """A block of `num_bytes` with a cleared header, or None: no room now, send the rows in the message."""
+        """A block of `num_bytes` with a cleared header; None without room: use the message then."""
         needed = _HEADER_BYTES + num_bytes
         needed += -needed % _ALIGNMENT
         self._reclaim(_CHECKS_PER_ALLOCATION)
@@ -175,7 +137,7 @@ class RowsArena:
         return None
 
     def _reclaim(self, checks: int) -> bool:
-        """Look at up to `checks` leases, oldest first and in turn. Whether any block became free."""
+        """Look at up to `checks` leases, in turn. Whether any block became free."""
         freed = False
         for _ in range(min(checks, len(self._leases))):
             lease = self._leases.popleft()
@@ -215,11 +177,6 @@ def open_arena(server_args: ServerArgs) -> RowsArena | None:
         return None
     capacity = envs.SGLANG_ROUTED_EXPERTS_SHM_MB.get() << 20
     return RowsArena(capacity, register_host_memory if server_args.device == "cuda" else None)
-
-
-def memfd_name(segment: str) -> str:
-    """By this a reader tells that /proc/{pid}/fd/{fd} is the segment that a descriptor speaks of."""
-    return f"sglang-routed-experts-{segment}"
 
 
 @dataclass

@@ -1,8 +1,10 @@
 """What trainers decode: the text of `meta_info["routed_experts"]` and the fields beside it.
 
-    routed_experts            base64 of little-endian ids, row-major [rows, layers, top_k]; "" for zero rows
+    routed_experts            base64 of little-endian ids, row-major [rows, layers, top_k];
+                              "" for zero rows
     routed_experts_start_len  position of the first row, as the request asked
-    routed_experts_info       {"dtype": "int32" | "uint8" | "uint16", "shape": [rows, layers, top_k], "start_len"}
+    routed_experts_info       {"dtype": "int32" | "uint8" | "uint16",
+                              "shape": [rows, layers, top_k], "start_len": the same again}
     routed_experts_error      why there are no rows; `routed_experts` is absent then
 
 The OpenAI endpoints have the same fields in `sglext`. Nothing here needs torch or a GPU.
@@ -16,54 +18,60 @@ from typing import Any
 import numpy as np
 import pybase64
 
-# Bytes encoded at a time: a multiple of 3, so that the texts can be joined, and of 4. Casting and encoding release the
-# GIL, and a slice stays in the cache between the two.
-_SLICE_BYTES = 3 << 16
+# Bytes encoded at a time: a multiple of 3, so that the texts can be joined, and of 4. Casting and
+# encoding release the GIL, and a piece stays in the cache between the two.
+_PIECE_BYTES = 3 << 16
 
 
-class EncodedRows:
-    """The text of one request's rows, in pieces of at most 256 KiB, sent one after the other.
+class WireRows:
+    """One request's rows as base64 of little-endian `dtype`, encoded while it is sent.
 
-    `owner` is kept as long as this object.
+    Never as a whole: 66 MB of text would cost 66 MB of fresh memory, and freeing that at once stops
+    a process for milliseconds.
+
+    Args:
+        rows: ids of any integer type and shape, row-major.
+        dtype: their type on the wire.
+        owner: kept as long as this object.
     """
 
-    __slots__ = ("num_bytes", "owner", "pieces")
+    __slots__ = ("_dtype", "_flat", "_step", "num_bytes", "owner")
 
-    def __init__(self, pieces: list[bytes], owner: Any = None) -> None:
-        self.pieces = pieces
-        self.num_bytes = sum(map(len, pieces))
+    def __init__(self, rows: np.ndarray, dtype: str, owner: Any = None) -> None:
+        self._flat = rows.reshape(-1)
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        self._step = _PIECE_BYTES // self._dtype.itemsize
+        self.num_bytes = encoded_bytes(rows.shape, dtype)
         self.owner = owner
 
+    @property
+    def num_pieces(self) -> int:
+        return -(-self._flat.size // self._step)
+
+    def piece(self, i: int) -> bytes:
+        """Piece `i` of the text, at most 256 KiB."""
+        part = self._flat[i * self._step : (i + 1) * self._step]
+        return pybase64.b64encode(np.ascontiguousarray(part, self._dtype))
+
     def text(self) -> str:
-        """The whole text, copied."""
-        return b"".join(self.pieces).decode("ascii")
+        """The whole text, for callers in the same process."""
+        return b"".join(map(self.piece, range(self.num_pieces))).decode("ascii")
+
+    def __reduce__(self) -> tuple:
+        return str, (self.text(),)
 
     def __repr__(self) -> str:
         return f"<routed experts, {self.num_bytes} bytes>"
 
 
 def wire_dtype(stored: str, wanted: str) -> str:
-    """The type on the wire of ids stored as `stored`: "int32" if that is wanted, for "auto" the stored type."""
+    """The type on the wire of ids stored as `stored`, which is the smallest that holds them."""
     return "int32" if wanted == "int32" else stored
 
 
-def encoded_bytes(shape: tuple[int, int, int], dtype: str) -> int:
+def encoded_bytes(shape: tuple[int, ...], dtype: str) -> int:
     """Length of the text of that many rows."""
     return -(-int(np.prod(shape)) * np.dtype(dtype).itemsize // 3) * 4
-
-
-def encode_rows(rows: np.ndarray, dtype: str, owner: Any = None) -> EncodedRows:
-    """Rows of any integer type and shape as base64 of little-endian `dtype`."""
-    target = np.dtype(dtype).newbyteorder("<")
-    flat = rows.reshape(-1)
-    step = _SLICE_BYTES // target.itemsize
-    return EncodedRows(
-        [
-            pybase64.b64encode(np.ascontiguousarray(flat[start : start + step], target))
-            for start in range(0, flat.size, step)
-        ],
-        owner,
-    )
 
 
 def rows_info(dtype: str, shape: tuple[int, int, int], start_len: int) -> dict[str, Any]:
@@ -72,11 +80,11 @@ def rows_info(dtype: str, shape: tuple[int, int, int], start_len: int) -> dict[s
 
 
 def extract_routed_experts_from_meta_info(data: Mapping[str, Any]) -> np.ndarray:
-    """The expert ids of a response, int32 [rows * layers * top_k], whichever type they travelled as.
+    """The expert ids of a response, int32 [rows * layers * top_k], whatever type they travelled as.
 
     Args:
-        data: an item of a /generate response or of `Engine.generate`, with "meta_info". For an OpenAI response
-            pass {"meta_info": response["sglext"]}, or a choice's "sglext".
+        data: an item of a /generate response or of `Engine.generate`, with "meta_info". For an
+            OpenAI response pass {"meta_info": response["sglext"]}, or a choice's "sglext".
 
     Raises:
         ValueError: the response has no rows; the message says why.
@@ -85,7 +93,7 @@ def extract_routed_experts_from_meta_info(data: Mapping[str, Any]) -> np.ndarray
 
 
 def decode_routed_experts(meta_info: Mapping[str, Any]) -> np.ndarray:
-    """The expert ids of a response, [rows, layers, top_k], of the type that `routed_experts_info` names; read-only.
+    """The expert ids of a response, [rows, layers, top_k], of the type on the wire; read-only.
 
     Row i is the routing of the token at position start_len + i of prompt and completion together.
 
@@ -97,8 +105,8 @@ def decode_routed_experts(meta_info: Mapping[str, Any]) -> np.ndarray:
     """
     if "routed_experts_info" not in meta_info:
         raise ValueError(
-            "the response does not describe its routed experts (no routed_experts_info): the server is older than that "
-            "field. Use extract_routed_experts_from_meta_info and reshape to (-1, layers, top_k)"
+            "the response has no routed_experts_info: the server is older than that field. Use "
+            "extract_routed_experts_from_meta_info and reshape to (-1, layers, top_k)"
         )
     return _decode(meta_info).reshape(meta_info["routed_experts_info"]["shape"])
 

@@ -1,0 +1,70 @@
+"""What travels with a message in place of rows, and the header of a block in shared memory.
+
+Who writes which word of the header:
+
+    READY       the collect kernel, 0 -> 1, after the rows
+    BAD         the collect kernel: how many rows were never captured
+    RELEASED    the reader, once: the block's generation
+    GENERATION  the arena, when it hands the block out
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+HEADER_WORDS = 16
+READY_WORD, BAD_WORD, RELEASED_WORD, GENERATION_WORD = range(4)
+DTYPES = ("uint8", "uint16", "int32")
+
+
+class BlockRef(NamedTuple):
+    """Where another process finds a block: its segment is /proc/{pid}/fd/{fd}."""
+
+    pid: int
+    fd: int
+    segment: str
+    segment_bytes: int
+    offset: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class RowsDescriptor:
+    """One request's rows on their way to the answering process. Small, unless `data` is set.
+
+    Attributes:
+        dtype: type of the stored ids, one of DTYPES.
+        shape: (rows, layers, top_k).
+        start_len: the request's routed_experts_start_len.
+        wanted: "int32" or "auto", the request's routed_experts_dtype.
+        error: why there are no rows; then neither `block` nor `data` is set.
+        block: the rows in shared memory, behind a header of HEADER_WORDS int32.
+        data: the rows themselves, little-endian, where shared memory has no room, or the scheduler
+            is on another node.
+        born: time.monotonic() of the collection.
+
+    Without error, block and data there are zero rows.
+    """
+
+    dtype: str
+    shape: tuple[int, int, int]
+    start_len: int
+    wanted: str
+    error: str | None = None
+    block: BlockRef | None = None
+    data: bytes | None = None
+    born: float = field(default_factory=time.monotonic)
+
+    @property
+    def num_bytes(self) -> int:
+        rows, layers, top_k = self.shape
+        return rows * layers * top_k * np.dtype(self.dtype).itemsize
+
+
+def memfd_name(segment: str) -> str:
+    """By this a reader tells that a file descriptor still is the segment that a message names."""
+    return f"sglang-routed-experts-{segment}"
