@@ -26,7 +26,7 @@ from sglang.test.routed_experts.tiny_moe import Shape, make_model
 HERE = Path(__file__).parent
 COMMON = (
     "--dtype float16 --attention-backend triton --sampling-backend pytorch --grammar-backend none "
-    "--skip-tokenizer-init --host 127.0.0.1 --enable-return-routed-experts --mem-fraction-static 0.05 "
+    "--skip-tokenizer-init --host 127.0.0.1 --enable-return-routed-experts --mem-fraction-static 0.8 "
     "--cuda-graph-max-bs 64 --trust-remote-code --watchdog-timeout 60"
 ).split()
 CONFIGURATIONS = {

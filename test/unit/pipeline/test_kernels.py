@@ -13,11 +13,15 @@ from sglang.srt.layers.moe.routed_experts import kernels  # noqa: E402
 from sglang.srt.layers.moe.routed_experts.policy import RowShape  # noqa: E402
 
 NUM_SLOTS = 300
-SHAPES = [
-    RowShape(num_layers=layers, top_k=top_k, num_experts=experts)
-    for layers in (1, 60)
-    for top_k in (1, 6, 8, 9)
-    for experts in (256, 257, 512)
+LAYERS, TOP_K, EXPERTS, TOKENS = (1, 60), (1, 6, 8, 9), (256, 257, 512), (1, 63, 64, 65)
+# Every pair of values at least once; the interpreter takes seconds for each of the 96 combinations.
+CASES = [
+    (RowShape(num_layers=layers, top_k=top_k, num_experts=experts), tokens)
+    for i, layers in enumerate(LAYERS)
+    for j, top_k in enumerate(TOP_K)
+    for k, experts in enumerate(EXPERTS)
+    for tokens in TOKENS
+    if DEVICE == "cuda" or TOKENS.index(tokens) == (i + j + k) % len(TOKENS)
 ]
 
 
@@ -45,8 +49,7 @@ def test_kernels_are_what_we_think() -> None:
     assert interpreted == (DEVICE == "cpu")
 
 
-@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape, num_tokens", CASES, ids=str)
 def test_a_row_survives_the_whole_way(shape: RowShape, num_tokens: int) -> None:
     width, capacity, first = shape.top_k + 1, num_tokens + 9, 5
     ids = random_ids(shape, capacity, width, seed=num_tokens)
@@ -72,7 +75,6 @@ def test_a_row_survives_the_whole_way(shape: RowShape, num_tokens: int) -> None:
         collect(store, store_status, loc.to(torch.int32), out, header)
         if DEVICE == "cuda":
             torch.cuda.synchronize()
-        header[kernels.READY_WORD] = 0  # raised by a launch of its own, tested below
         outcomes[name] = [
             t.cpu().clone()
             for t in (rows.view(torch.uint8), slots, status, store, store_status, out, header)
@@ -91,8 +93,7 @@ def test_a_row_survives_the_whole_way(shape: RowShape, num_tokens: int) -> None:
             assert store_status[slot] == kernels.BAD
         else:
             assert torch.equal(got, expected) and store_status[slot] == kernels.FILED
-    bad = {num_tokens // 2, num_tokens - 1}  # the bad row, and the padding that was never filed
-    assert header[kernels.BAD_WORD] == len(bad)
+    assert header.tolist()[:2] == [0, 1], "a bad row, and padding that was never filed"
 
 
 @pytest.mark.parametrize("shape", [RowShape(3, 2, 256), RowShape(1, 1, 512)], ids=str)
@@ -110,12 +111,12 @@ def test_no_tokens_is_no_work(shape: RowShape) -> None:
     kernels.collect(store, store_status, none.to(torch.int32), host_memory(0, shape.row_bytes), header)
     if DEVICE == "cuda":
         torch.cuda.synchronize()
-    assert header.tolist()[:3] == [1, 0, 0]
+    assert not header.any()
 
 
 def test_ready_word() -> None:
     header = torch.zeros(16, dtype=torch.int32, pin_memory=DEVICE == "cuda")
-    kernels._ready_kernel[(1,)](header)
+    kernels.mark_ready(header, torch.ones(1, dtype=torch.int32, device=DEVICE))
     if DEVICE == "cuda":
         torch.cuda.synchronize()
     assert header.tolist() == [1] + [0] * 15

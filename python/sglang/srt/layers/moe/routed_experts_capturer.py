@@ -90,9 +90,7 @@ class _TargetCapturer(RoutedExpertsCapturer):
         self._rank = rank
         self._shape = policy.resolve_row_shape(model_runner.model_config.hf_text_config)
         self._waits_in_place = args.disable_overlap_schedule
-        per_rank = policy.largest_forward_tokens(
-            args, model_runner.model_config.context_len, args.max_running_requests
-        )
+        per_rank = policy.largest_forward_tokens(args, model_runner.model_config.context_len)
         self._buffer = capture.CaptureBuffer(
             self._shape,
             per_rank * (rank.dp_size if rank.gathered else 1),

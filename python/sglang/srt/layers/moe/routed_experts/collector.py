@@ -66,6 +66,7 @@ class RowCollector:
         self._stream = SideStream(device)
         self._slots_ready = new_event(device)
         self._collected = new_event(device)
+        self._one = torch.ones(1, dtype=torch.int32, device=device)
         self._filed: Optional[Event] = None
         self._warned = False
 
@@ -88,11 +89,11 @@ class RowCollector:
         if isinstance(block, RowsBlock):
             return block.descriptor(dtype=self._shape.dtype_name, shape=shape, **common)
         self._collected.synchronize()
-        bad = int(block.header[kernels.BAD_WORD])
+        bad = bool(block.header[kernels.BAD_WORD])
         return RowsDescriptor(
             dtype=self._shape.dtype_name,
             shape=shape,
-            error=f"{bad} of {shape[0]} rows were not captured" if bad else None,
+            error="not every row was captured; the server's log says why" if bad else None,
             data=None if bad else block.rows.numpy().tobytes(),
             **common,
         )
@@ -126,6 +127,7 @@ class RowCollector:
                 block.header[kernels.BAD_WORD] = earned.block.header[kernels.BAD_WORD]
             store = self._filer.store
             kernels.collect(store.rows, store.status, slots, rows[kept:], block.header)
+            kernels.mark_ready(block.header, self._one)
         self._stream.uses(slots)
         self._stream.record(self._collected)
         self._filer.wait_for_collect(self._collected)

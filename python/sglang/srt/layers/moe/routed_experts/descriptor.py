@@ -3,7 +3,7 @@
 Who writes which word of the header:
 
     READY       the collect kernel, 0 -> 1, after the rows
-    BAD         the collect kernel: how many rows were never captured
+    BAD         the collect kernel: 1 if any row was never captured
     RELEASED    the reader, once: the block's generation
     GENERATION  the arena, when it hands the block out
 """

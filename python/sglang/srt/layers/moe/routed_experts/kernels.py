@@ -5,7 +5,7 @@ for byte (test/unit/pipeline/test_kernels.py runs the Triton side in the interpr
 packed: `row_bytes = layers * top_k * itemsize`.
 
 Row status, one byte a KV slot: UNFILED (nothing was ever filed there), FILED, BAD (a step could not capture it).
-Collect counts every row that is not FILED, and the answer then carries an error instead of rows.
+Collect looks for rows that are not FILED, and the answer then carries an error instead of rows.
 """
 
 from __future__ import annotations
@@ -105,14 +105,9 @@ def _collect_kernel(
     tl.store(out_ptr + rows.to(tl.int64)[:, None] * UNITS + units[None, :], data, mask=mask)
     status = tl.load(store_status_ptr + slots, mask=real, other=1)
     bad = tl.sum((status != 1).to(tl.int32), axis=0)
+    # A plain store: the header is host memory, where a GPU across PCIe has no atomics.
     if bad > 0:
-        tl.atomic_add(header_ptr + 1, bad)
-
-
-@triton.jit(do_not_specialize_on_alignment=["header_ptr"])
-def _ready_kernel(header_ptr):
-    # Release at system scope: a host that sees 1 also sees every row written before, on this stream.
-    tl.atomic_xchg(header_ptr, 1, sem="release", scope="sys")
+        tl.store(header_ptr + 1, 1)
 
 
 def pack(
@@ -231,25 +226,26 @@ def collect(
     out: torch.Tensor,
     header: torch.Tensor,
 ) -> None:
-    """Gather a request's rows into its answer and then raise the answer's READY word.
+    """Gather a request's rows into its answer.
 
     Args:
         store, store_status: as for `file`.
         slots: int32 or int64 [n] on the device, the request's KV slots in order.
         out: uint8 [n, row_bytes], shared memory.
-        header: int32 [>= 2], shared memory: word 0 becomes 1 after the rows, word 1 counts rows that are not FILED.
+        header: int32 [>= 2], shared memory: word BAD becomes 1 if any of these rows is not FILED.
     """
-    if slots.shape[0] > 0:
-        if not _on_gpu(slots):
-            out.copy_(store[slots.long()])
-            header[BAD_WORD] += int((store_status[slots.long()] != FILED).sum())
-        else:
-            launch_collect(store, store_status, slots, out, header)
-    mark_ready(header, on_gpu=_on_gpu(slots))
+    if slots.shape[0] == 0:
+        return
+    if not _on_gpu(slots):
+        out.copy_(store[slots.long()])
+        if bool((store_status[slots.long()] != FILED).any()):
+            header[BAD_WORD] = 1
+        return
+    launch_collect(store, store_status, slots, out, header)
 
 
 def launch_collect(store, store_status, slots, out, header) -> None:
-    """The Triton side of `collect`, without the READY word."""
+    """The Triton side of `collect`."""
     row_bytes = store.shape[1]
     unit = _widest_unit(row_bytes)
     units = row_bytes // unit.itemsize
@@ -270,12 +266,15 @@ def launch_collect(store, store_status, slots, out, header) -> None:
     )
 
 
-def mark_ready(header: torch.Tensor, on_gpu: bool) -> None:
-    """Raise READY behind everything launched on the current stream (or at once on the CPU engine)."""
-    if on_gpu:
-        _ready_kernel[(1,)](header, num_warps=1)
-    else:
-        header[READY_WORD] = 1
+def mark_ready(header: torch.Tensor, one: torch.Tensor) -> None:
+    """Raise READY in an answer's header behind everything launched on the current stream.
+
+    Args:
+        header: int32 [>= 1], shared memory.
+        one: int32 [1] on the device, holds 1. A copy in stream order, not a kernel's store: the rows before it are
+            then visible to any process that sees it, without a fence of ours.
+    """
+    header[READY_WORD : READY_WORD + 1].copy_(one, non_blocking=True)
 
 
 def _on_gpu(tensor: torch.Tensor) -> bool:

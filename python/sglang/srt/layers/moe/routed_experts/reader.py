@@ -53,10 +53,7 @@ class RowsReader:
         words = _header(segment, descriptor.block)
         _wait_for_ready(words, descriptor.block.generation, timeout_s)
         if words[BAD_WORD]:
-            raise RoutedExpertsError(
-                f"{words[BAD_WORD]} of {descriptor.shape[0]} rows were not captured; "
-                "the server's log says why"
-            )
+            raise RoutedExpertsError("not every row was captured; the server's log says why")
         return _as_rows(descriptor, segment, descriptor.block.offset + _HEADER_BYTES)
 
     def still_ours(self, descriptor: RowsDescriptor) -> bool:

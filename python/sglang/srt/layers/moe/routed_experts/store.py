@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+import weakref
 from dataclasses import dataclass
 from typing import List, Optional
 
@@ -74,7 +75,7 @@ class HostStore:
         )
         self.status = torch.zeros(num_slots, dtype=torch.uint8, device=device)
         if device == "cuda":
-            register_host_memory(self.rows.data_ptr(), self.num_bytes)
+            register_host_memory(self, self.rows.data_ptr(), self.num_bytes)
         logger.info(
             f"Routed experts host store allocated. #slots: {num_slots}, row: {shape.row_bytes} bytes "
             f"({shape.dtype_name}), size: {self.num_bytes / 2**30:.2f} GB"
@@ -183,8 +184,12 @@ class RowFiler:
         self._stream.record(slot.filed)
 
 
-def register_host_memory(address: int, num_bytes: int) -> None:
-    """Pin [address, address + num_bytes) and make it addressable from the GPU. Raises RuntimeError with CUDA's words."""
+def register_host_memory(owner: object, address: int, num_bytes: int) -> None:
+    """Pin [address, address + num_bytes) and make it addressable from the GPU, for as long as `owner` lives.
+
+    Raises:
+        RuntimeError: with CUDA's words and what to do.
+    """
     runtime = torch.cuda.cudart()
     status = runtime.cudaHostRegister(address, num_bytes, 0)
     if int(status) != 0:
@@ -192,3 +197,5 @@ def register_host_memory(address: int, num_bytes: int) -> None:
             f"cudaHostRegister of {num_bytes} bytes for routed experts failed: "
             f"{runtime.cudaGetErrorString(status)}. Lower --max-total-tokens, or raise the host's limit on pinned memory."
         )
+    # The mapping goes with its owner, and its pages must be let go of first. At exit the driver does that.
+    weakref.finalize(owner, runtime.cudaHostUnregister, address).atexit = False

@@ -82,8 +82,8 @@ class RowsArena:
 
     Args:
         capacity: bytes of shared memory at most. Segments are added as needed and kept.
-        register: called with (address, bytes) of each new segment, to make it addressable from
-            the GPU.
+        register: called with (owner, address, bytes) of each new segment: makes it addressable from
+            the GPU for as long as `owner` lives.
         first_segment: bytes allocated at once.
         clock: seconds, monotonic.
     """
@@ -91,7 +91,7 @@ class RowsArena:
     def __init__(
         self,
         capacity: int,
-        register: Callable[[int, int], None] | None = None,
+        register: Callable[[object, int, int], None] | None = None,
         first_segment: int = _MIN_SEGMENT_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -204,7 +204,7 @@ class _Lease:
 class _Segment:
     """One memfd and its free ranges."""
 
-    def __init__(self, num_bytes: int, register: Callable[[int, int], None] | None) -> None:
+    def __init__(self, num_bytes: int, register: Callable[[object, int, int], None] | None) -> None:
         import torch
 
         self.num_bytes = num_bytes
@@ -215,7 +215,7 @@ class _Segment:
         self._map = mmap.mmap(self._fd, num_bytes)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         if register is not None:
-            register(self._bytes.data_ptr(), num_bytes)
+            register(self, self._bytes.data_ptr(), num_bytes)
         self._headers = self._bytes.view(torch.int32)
         self._words = np.frombuffer(self._map, dtype=np.int32)
         self._free: list[tuple[int, int]] = [(0, num_bytes)]
