@@ -185,8 +185,23 @@ REFUSALS = (
     ),
     Refusal(
         "--speculative-algorithm",
-        lambda args: args.speculative_algorithm is not None,
-        "rows of accepted and rejected draft tokens are not told apart yet",
+        lambda args: args.speculative_algorithm not in (None, "EAGLE", "EAGLE3", "STANDALONE", "NGRAM"),
+        "rows have not been tested with this algorithm",
+    ),
+    Refusal(
+        "--speculative-eagle-topk",
+        lambda args: (
+            args.speculative_algorithm is not None
+            and args.page_size > 1
+            and (args.speculative_eagle_topk or 1) > 1
+        ),
+        "with pages, accepted tokens of a tree of drafts move to other KV slots, without their rows",
+        "Use --page-size 1, or a chain of drafts (--speculative-eagle-topk 1; NGRAM always builds trees)",
+    ),
+    Refusal(
+        "--enable-multi-layer-eagle",
+        lambda args: args.enable_multi_layer_eagle,
+        "rows have not been tested with several draft layers",
     ),
     # The ids do not pass the place where they are captured, or are not what the router chose.
     Refusal(
