@@ -81,6 +81,7 @@ class Bench:
         self._store = self._host_memory(num_slots, shape.row_bytes)
         self._store_status = torch.zeros(num_slots, dtype=torch.uint8, device=device)
         self._locations = [self._random_slots(tokens) for _ in range(_SETS)]
+        self._one = torch.ones(1, dtype=torch.int32, device=device)
         self._packed_slots = torch.zeros_like(self._locations[0])
 
     def check(self) -> None:
@@ -91,12 +92,13 @@ class Bench:
         out = self._host_memory(tokens, self._shape.row_bytes)
         header = self._host_memory(16, 4).view(torch.int32).view(-1)
         slots = self._locations[0][:tokens]
-        self._kernels.collect(self._store, self._store_status, slots, out, header)
+        self._collect(slots, out, header)
         if self._device == "cuda":
             torch.cuda.synchronize()
         want = self._buffer[:, :tokens].permute(1, 0, 2).reshape(tokens, -1)
         got = out.view(self._shape.row_dtype)
-        if not torch.equal(got.int(), want.cpu()) or header[:2].tolist() != [1, 0]:
+        ready, bad = header[:2].tolist()
+        if not torch.equal(got.int(), want.cpu()) or bad or not ready:
             sys.exit(f"error: wrong rows for {self._shape}: run the tests of the kernels")
 
     def step(self, tokens: int) -> Iterator[dict[str, Any]]:
@@ -126,10 +128,10 @@ class Bench:
         self._store_status.fill_(self._kernels.FILED)
         out = self._host_memory(rows, self._shape.row_bytes)
         header = self._host_memory(16, 4).view(torch.int32).view(-1)
-        slots = [self._random_slots(rows) for _ in range(_SETS)]
+        slots = [self._random_slots(rows).int() for _ in range(_SETS)]
 
         def collect(i: int) -> None:
-            self._kernels.collect(self._store, self._store_status, slots[i % _SETS], out, header)
+            self._collect(slots[i % _SETS], out, header)
 
         timing = gpu_time(self._device, collect, _SETS)
         return self._entry("collect", rows, 2 * rows * self._shape.row_bytes, timing)
@@ -140,8 +142,13 @@ class Bench:
         self._kernels.pack(self._buffer, 0, slots, *target, shape.top_k, shape.experts)
 
     def _file(self, slots: torch.Tensor, tokens: int) -> None:
-        rows = self._rows.view(torch.uint8)
-        self._kernels.file(rows, slots, self._status, tokens, self._store, self._store_status)
+        rows, store = self._kernels.as_units(self._rows), self._kernels.as_units(self._store)
+        self._kernels.file(rows, slots, self._status, tokens, store, self._store_status)
+
+    def _collect(self, slots: torch.Tensor, out: torch.Tensor, header: torch.Tensor) -> None:
+        store, out = self._kernels.as_units(self._store), self._kernels.as_units(out)
+        self._kernels.collect(store, self._store_status, slots, out, header)
+        self._kernels.mark_ready(header, self._one)
 
     def _random_slots(self, count: int) -> torch.Tensor:
         """Distinct slots; never slot 0, which is padding's."""

@@ -71,8 +71,9 @@ def test_a_row_survives_the_whole_way(shape: RowShape, num_tokens: int) -> None:
         header = torch.zeros(16, dtype=torch.int32, pin_memory=DEVICE == "cuda")
         loc = cache_loc.to(device)
         pack(ids.to(device), first, loc, rows, slots, status, shape.top_k, shape.num_experts)
-        file(rows.view(torch.uint8), slots, status, num_tokens, store, store_status)
-        collect(store, store_status, loc.to(torch.int32), out, header)
+        units = kernels.as_units(store)
+        file(kernels.as_units(rows), slots, status, num_tokens, units, store_status)
+        collect(units, store_status, loc.to(torch.int32), kernels.as_units(out), header)
         if DEVICE == "cuda":
             torch.cuda.synchronize()
         outcomes[name] = [
@@ -105,7 +106,7 @@ def test_no_tokens_is_no_work(shape: RowShape) -> None:
     )
     store = host_memory(4, shape.row_bytes)
     store_status = torch.zeros(4, dtype=torch.uint8, device=DEVICE)
-    kernels.file(rows.view(torch.uint8), slots, status, 0, store, store_status)
+    kernels.file(kernels.as_units(rows), slots, status, 0, store, store_status)
     assert not rows.view(torch.uint8).any() and not store.any() and not store_status.any()
     header = torch.zeros(16, dtype=torch.int32, pin_memory=DEVICE == "cuda")
     kernels.collect(store, store_status, none.to(torch.int32), host_memory(0, shape.row_bytes), header)

@@ -1,22 +1,24 @@
 """Routed experts: which experts every token was sent to, for trainers that replay routing.
 
 A row's way, in the order of the files in `sglang/srt/layers/moe/routed_experts/`: policy (may it be captured at all),
-capture (top-k kernel -> device buffer), layout (whose rows are these), kernels and store (pack, file), collector,
-transport, wire. This file is what the rest of SGLang calls.
+capture (top-k kernel -> device buffer), layout (whose rows are these), gather (rows of scattered tokens), kernels and
+store (pack, file), collector, transport, wire. This file is what the rest of SGLang calls.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, List, Optional, Tuple
+from typing import TYPE_CHECKING, List, Optional, Set, Tuple
 
+from sglang.srt.layers.dp_attention import get_attention_tp_group
 from sglang.srt.layers.moe.routed_experts import capture, layout, policy
 from sglang.srt.layers.moe.routed_experts.capture import (  # noqa: F401
     capture_topk_ids,
     direct_topk_output,
 )
 from sglang.srt.layers.moe.routed_experts.collector import RowCollector
+from sglang.srt.layers.moe.routed_experts.gather import RowGather
 from sglang.srt.layers.moe.routed_experts.store import RowFiler
 from sglang.srt.layers.moe.routed_experts.streams import Event
 from sglang.srt.layers.moe.routed_experts.transport import open_arena
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
+
+MOST_PROBLEMS_LOGGED = 20
 
 
 @dataclass
@@ -93,7 +97,7 @@ class _TargetCapturer(RoutedExpertsCapturer):
         per_rank = policy.largest_forward_tokens(args, model_runner.model_config.context_len)
         self._buffer = capture.CaptureBuffer(
             self._shape,
-            per_rank * (rank.dp_size if rank.gathered else 1),
+            rank.buffer_tokens(per_rank),
             max(capture.buffer_width(model_runner.model), self._shape.top_k),
             model_runner.device,
         )
@@ -101,14 +105,27 @@ class _TargetCapturer(RoutedExpertsCapturer):
             model_runner.model,
             self._shape,
             self._buffer,
-            direct=model_runner.device == "cuda" and not rank.scattered,
+            direct=model_runner.device == "cuda",
         )
-        self._unreached: Optional[List[capture.LayerCapture]] = self._layers
+        width = self._buffer.ids.shape[2]
+        self._most_rows = per_rank
+        self._all_reached = False
+        self._logged: Set[str] = set()
+        self._gather: Optional[RowGather] = None
+        if rank.scattered and rank.group_size > 1:
+            self._gather = RowGather(
+                get_attention_tp_group(),
+                self._buffer.capacity,
+                self._shape,
+                width,
+                model_runner.device,
+            )
         self._filer: Optional[RowFiler] = None
         self._collector: Optional[RowCollector] = None
         if rank.answers:
-            self._filer = RowFiler(per_rank, self._shape, model_runner.device)
-        size = self._buffer.num_bytes + (self._filer.num_bytes if self._filer else 0)
+            self._filer = RowFiler(per_rank, self._shape, model_runner.device, width)
+        parts = (self._buffer, self._gather, self._filer)
+        size = sum(part.num_bytes for part in parts if part is not None)
         logger.info(
             f"Routed experts device buffers allocated. #layers: {len(self._layers)}, "
             f"#tokens: {self._buffer.capacity}, size: {size / 2**20:.2f} MB"
@@ -125,16 +142,26 @@ class _TargetCapturer(RoutedExpertsCapturer):
     def on_forward_end(
         self, model_runner: ModelRunner, forward_batch: ForwardBatch, can_run_graph: bool
     ) -> Optional[RoutedExpertsOutput]:
-        if self._filer is None or forward_batch.out_cache_loc is None:
+        cache_loc = forward_batch.out_cache_loc
+        if cache_loc is None:
             return None
         graph = layout.replayed_decode_graph(model_runner, forward_batch, can_run_graph)
         first_row, num_rows = self._get_local_range(forward_batch, graph)
         if num_rows == 0:
             return None
-        if self._is_whole(first_row + num_rows, num_rows):
-            filed = self._filer.file_step(self._buffer.ids, first_row, forward_batch.out_cache_loc)
+        num_tokens = layout.num_sparse_tokens(self._rank, forward_batch, graph)
+        fits = self._fits(num_rows, num_tokens)
+        whole = fits and self._is_captured(None if can_run_graph else num_tokens)
+        if self._gather is not None and fits:
+            self._gather.join(self._buffer.ids, num_tokens, whole)
+        if self._filer is None:
+            return None
+        if self._gather is not None and fits:
+            filed = self._filer.file_gathered(self._gather, cache_loc)
+        elif whole:
+            filed = self._filer.file_step(self._buffer.ids, first_row, cache_loc)
         else:
-            filed = self._filer.mark_bad(forward_batch.out_cache_loc)
+            filed = self._filer.mark_bad(cache_loc)
         return RoutedExpertsOutput(filed)
 
     def _get_local_range(
@@ -142,21 +169,35 @@ class _TargetCapturer(RoutedExpertsCapturer):
     ) -> Tuple[int, int]:
         return layout.get_local_range(self._rank, forward_batch, graph)
 
-    def _is_whole(self, last_row: int, num_rows: int) -> bool:
-        """Whether the buffer holds this step's rows of every layer. Logs why not, once a cause."""
-        if self._unreached:
-            self._unreached = [layer for layer in self._unreached if not layer.reached]
-            if self._unreached:
-                names = ", ".join(layer.name for layer in self._unreached)
-                logger.error(f"Routed experts: the routing of {names} was not captured")
-                return False
-        if last_row > self._buffer.capacity or num_rows > self._filer.capacity:
-            logger.error(
-                f"Routed experts: a forward of {last_row} tokens exceeds the capture buffer of "
-                f"{self._buffer.capacity}; requests that ask for its rows get an error"
-            )
-            return False
+    def _fits(self, num_rows: int, num_tokens: int) -> bool:
+        """Whether there is room for a forward. The answer is the same on every rank of an attention-TP group."""
+        if num_rows <= self._most_rows and num_tokens <= self._buffer.capacity:
+            return True
+        return self._complain(
+            f"a forward of {num_rows} tokens of its own, {num_tokens} in the buffer, exceeds what "
+            f"there is room for, {self._most_rows} and {self._buffer.capacity}"
+        )
+
+    def _is_captured(self, num_tokens: Optional[int]) -> bool:
+        """Whether every layer's routing has passed the capture: of just `num_tokens` tokens, unless a graph ran."""
+        if num_tokens is None and self._all_reached:
+            return True
+        for layer in self._layers:
+            if not layer.reached:
+                return self._complain(f"the routing of {layer.name} was not captured")
+            if num_tokens is not None and layer.num_tokens != num_tokens:
+                return self._complain(
+                    f"{layer.name} routed {layer.num_tokens} tokens where {num_tokens} were expected"
+                    f" with {self._rank}"
+                )
+        self._all_reached = True
         return True
+
+    def _complain(self, problem: str) -> bool:
+        if problem not in self._logged and len(self._logged) < MOST_PROBLEMS_LOGGED:
+            self._logged.add(problem)
+            logger.error(f"Routed experts: {problem}; requests that ask for these rows get an error")
+        return False
 
     def on_result(self, result: GenerationBatchResult) -> None:
         if self._collector is None:

@@ -44,8 +44,12 @@ class LayerCapture:
         self.layer = layer
         self.name = name
         self.direct = direct
-        self.reached = False
+        self.num_tokens = 0  # of the last forward that ran eagerly, or was recorded in a CUDA graph
         self._rows = buffer.ids[layer]
+
+    @property
+    def reached(self) -> bool:
+        return self.num_tokens > 0
 
     def output(self, num_tokens: int, top_k: int) -> Optional[torch.Tensor]:
         """Where a kernel may write its ids: int32 [num_tokens, top_k], or None if they must be copied instead.
@@ -63,12 +67,13 @@ class LayerCapture:
         A forward beyond the buffer's capacity is left out; the capturer marks its rows as bad.
         """
         num_tokens, columns = topk_ids.shape
-        capacity = self._rows.shape[0]
-        if num_tokens > capacity:
-            return
         # A traced graph (piecewise CUDA graphs) copies always: addresses cannot be compared there.
-        if not torch.compiler.is_compiling():
-            self.reached = True
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            self.num_tokens = num_tokens
+        if num_tokens > self._rows.shape[0]:
+            return
+        if not compiling:
             if self.direct and topk_ids.data_ptr() == self._rows.data_ptr():
                 return
         self._rows[:num_tokens, :columns].copy_(topk_ids)

@@ -69,6 +69,10 @@ class RowCollector:
         self._one = torch.ones(1, dtype=torch.int32, device=device)
         self._filed: Optional[Event] = None
         self._warned = False
+        with self._stream:  # compile now, not when the first request finishes
+            slots = torch.zeros(1, dtype=torch.int32, device=device)
+            block = self._new_block(shape.row_bytes)
+            self._launch(slots, block.rows.view(1, -1), block)
 
     def step_processed(self, filed: Event) -> None:
         """The scheduler now processes the step behind `filed`; what is collected waits for that."""
@@ -125,13 +129,18 @@ class RowCollector:
                     self._collected.synchronize()
                 rows[:kept].copy_(earned.block.rows.view(-1, row_bytes)[:kept])
                 block.header[kernels.BAD_WORD] = earned.block.header[kernels.BAD_WORD]
-            store = self._filer.store
-            kernels.collect(store.rows, store.status, slots, rows[kept:], block.header)
-            kernels.mark_ready(block.header, self._one)
+            self._launch(slots, rows[kept:], block)
         self._stream.uses(slots)
         self._stream.record(self._collected)
         self._filer.wait_for_collect(self._collected)
         return block
+
+    def _launch(
+        self, slots: torch.Tensor, rows: torch.Tensor, block: "RowsBlock | PrivateBlock"
+    ) -> None:
+        store = self._filer.store
+        kernels.collect(store.units, store.status, slots, kernels.as_units(rows), block.header)
+        kernels.mark_ready(block.header, self._one)
 
     def _new_block(self, num_bytes: int) -> "RowsBlock | PrivateBlock":
         block = self._arena.allocate(num_bytes) if self._arena is not None else None

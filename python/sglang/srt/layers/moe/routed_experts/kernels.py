@@ -1,8 +1,8 @@
 """The three moves of a row: pack (device buffer -> ring), file (ring -> host store), collect (store -> answer).
 
 Each move has one entry point that picks Triton on a GPU and plain torch on the CPU engine; the two must agree byte
-for byte (test/unit/pipeline/test_kernels.py runs the Triton side in the interpreter). Rows are handled as bytes once
-packed: `row_bytes = layers * top_k * itemsize`.
+for byte (test/unit/pipeline/test_kernels.py runs the Triton side in the interpreter). Once packed, a row is so many
+bytes (`layers * top_k * itemsize`), moved as `as_units` sees them: in the widest integers that fit.
 
 Row status, one byte a KV slot: UNFILED (nothing was ever filed there), FILED, BAD (a step could not capture it).
 Collect looks for rows that are not FILED, and the answer then carries an error instead of rows.
@@ -10,19 +10,25 @@ Collect looks for rows that are not FILED, and the answer then carries an error 
 
 from __future__ import annotations
 
+from typing import Optional
+
 import torch
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.moe.routed_experts.launch import Launcher
+
 UNFILED, FILED, BAD = 0, 1, 2
 READY_WORD, BAD_WORD = 0, 1
-PACK_TILE = 4096
+PACK_TILE = 4096  # ids a program of a prefill chunk packs
+COLLECT_TILE = 1024  # units a program gathers; more programs hide the latency of the bus
+MOST_SPREAD_TOKENS = 512  # up to here each token has a program of its own: a decode step
 
 
 # Integers and pointers that change from step to step are not specialized on: a variant met first in the middle of
-# serving would compile there. `warm_up` launches every variant that is left.
+# serving would compile there. RowFiler.open and RowCollector launch every variant that is left.
 @triton.jit(
-    do_not_specialize=["first_row", "num_tokens"],
+    do_not_specialize=["first_row", "num_tokens", "layer_stride"],
     do_not_specialize_on_alignment=["cache_loc_ptr"],
 )
 def _pack_kernel(
@@ -68,6 +74,7 @@ def _file_kernel(
     store_status_ptr,
     num_slots,
     UNITS: tl.constexpr,
+    UNIT_BYTES: tl.constexpr,  # not used; tells variants of the same number of units apart
     BLOCK_U: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -93,6 +100,7 @@ def _collect_kernel(
     header_ptr,
     num_rows,
     UNITS: tl.constexpr,
+    UNIT_BYTES: tl.constexpr,  # not used; tells variants of the same number of units apart
     BLOCK_R: tl.constexpr,
     BLOCK_U: tl.constexpr,
 ):
@@ -110,6 +118,20 @@ def _collect_kernel(
         tl.store(header_ptr + 1, 1)
 
 
+_launch_pack = Launcher(_pack_kernel)
+_launch_file = Launcher(_file_kernel)
+_launch_collect = Launcher(_collect_kernel)
+
+
+def as_units(rows: torch.Tensor) -> torch.Tensor:
+    """View rows [n, columns] of any type in the widest integers that divide a row: the fewest accesses."""
+    row_bytes = rows.shape[1] * rows.itemsize
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        if row_bytes % dtype.itemsize == 0:
+            return rows.view(dtype)
+    return rows.view(torch.uint8)
+
+
 def pack(
     buffer: torch.Tensor,
     first_row: int,
@@ -125,7 +147,7 @@ def pack(
     Args:
         buffer: int32 [layers, capacity, width], contiguous; columns from top_k on are fused shared experts: dropped.
         first_row: this rank's first token in the buffer.
-        cache_loc: int64 (or int32) [n], KV slot of each token.
+        cache_loc: int64 [n], KV slot of each token.
         rows: uint8 or uint16 [>= n, layers * top_k], contiguous, written.
         slots: int64 [>= n], written: a snapshot, for `cache_loc` is the scheduler's to reuse.
         status: uint8 [>= n], written: FILED, or BAD where an id lies outside [0, num_experts).
@@ -133,42 +155,38 @@ def pack(
     num_tokens = cache_loc.shape[0]
     if num_tokens == 0:
         return
-    num_layers, _, width = buffer.shape
-    columns = num_layers * top_k
-    if not _on_gpu(buffer):
-        ids = buffer[:, first_row : first_row + num_tokens, :top_k]
-        ids = ids.permute(1, 0, 2).reshape(num_tokens, columns)
-        bad = ((ids < 0) | (ids >= num_experts)).any(dim=1)
-        rows[:num_tokens] = ids.to(rows.dtype)
-        status[:num_tokens] = bad.to(torch.uint8) + FILED
-        slots[:num_tokens] = cache_loc
+    if rows.is_cuda:
+        launch_pack(buffer, first_row, cache_loc, rows, slots, status, top_k, num_experts)
         return
-    launch_pack(buffer, first_row, cache_loc, rows, slots, status, top_k, num_experts)
+    ids = buffer[:, first_row : first_row + num_tokens, :top_k]
+    ids = ids.permute(1, 0, 2).reshape(num_tokens, -1)
+    bad = ((ids < 0) | (ids >= num_experts)).any(dim=1)
+    rows[:num_tokens] = ids.to(rows.dtype)
+    status[:num_tokens] = bad.to(torch.uint8) + FILED
+    slots[:num_tokens] = cache_loc
 
 
-def launch_pack(buffer, first_row, cache_loc, rows, slots, status, top_k, num_experts) -> None:
-    """The Triton side of `pack`; also what the interpreter tests call on CPU tensors."""
+def launch_pack(
+    buffer: torch.Tensor,
+    first_row: int,
+    cache_loc: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    status: torch.Tensor,
+    top_k: int,
+    num_experts: int,
+) -> None:
+    """The Triton side of `pack`; the interpreter runs it on CPU tensors."""
+    assert cache_loc.dtype == torch.int64  # see Launcher: the types of a variant do not change
     num_tokens = cache_loc.shape[0]
     num_layers, capacity, width = buffer.shape
     columns = num_layers * top_k
     block_c = triton.next_power_of_2(columns)
-    # A decode step is spread over as many programs as it has tokens; a prefill chunk amortizes them.
-    block_t = 1 if num_tokens <= 512 else max(1, PACK_TILE // block_c)
-    _pack_kernel[(triton.cdiv(num_tokens, block_t),)](
-        buffer,
-        cache_loc,
-        rows,
-        slots,
-        status,
-        first_row,
-        num_tokens,
-        capacity * width,
-        WIDTH=width,
-        TOP_K=top_k,
-        COLUMNS=columns,
-        NUM_EXPERTS=num_experts,
-        BLOCK_T=block_t,
-        BLOCK_C=block_c,
+    block_t = 1 if num_tokens <= MOST_SPREAD_TOKENS else max(1, PACK_TILE // block_c)
+    _launch_pack(
+        triton.cdiv(num_tokens, block_t),
+        (buffer, cache_loc, rows, slots, status, first_row, num_tokens, capacity * width),
+        (width, top_k, columns, num_experts, block_t, block_c),
         num_warps=4,
     )
 
@@ -180,42 +198,46 @@ def file(
     num_tokens: int,
     store: torch.Tensor,
     store_status: torch.Tensor,
+    stream: Optional[torch.cuda.Stream] = None,
 ) -> None:
     """Put packed rows where their KV slots say.
 
     Args:
-        rows, slots, status: what `pack` wrote, rows as uint8 [>= n, row_bytes].
+        rows, slots, status: what `pack` wrote, rows by `as_units`.
         num_tokens: how many of them.
-        store: uint8 [num_slots, row_bytes]; host memory that the GPU can address, or plain memory on the CPU engine.
+        store: [num_slots, units], by `as_units`; host memory that the GPU can address, or any on the CPU engine.
         store_status: uint8 [num_slots], on the device.
+        stream: where to launch; the current stream by default.
     """
     if num_tokens == 0:
         return
-    if not _on_gpu(rows):
-        slots = slots[:num_tokens]
-        keep = (slots > 0) & (slots < store.shape[0])
-        kept = slots[keep]
-        store[kept] = rows[:num_tokens][keep]
-        store_status[kept] = status[:num_tokens][keep]
+    if rows.is_cuda:
+        launch_file(rows, slots, status, num_tokens, store, store_status, stream)
         return
-    launch_file(rows, slots, status, num_tokens, store, store_status)
+    slots = slots[:num_tokens]
+    keep = (slots > 0) & (slots < store.shape[0])
+    kept = slots[keep]
+    store[kept] = rows[:num_tokens][keep]
+    store_status[kept] = status[:num_tokens][keep]
 
 
-def launch_file(rows, slots, status, num_tokens, store, store_status) -> None:
+def launch_file(
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    status: torch.Tensor,
+    num_tokens: int,
+    store: torch.Tensor,
+    store_status: torch.Tensor,
+    stream: Optional[torch.cuda.Stream] = None,
+) -> None:
     """The Triton side of `file`."""
-    row_bytes = store.shape[1]
-    unit = _widest_unit(row_bytes)
-    units = row_bytes // unit.itemsize
-    _file_kernel[(num_tokens,)](
-        rows.view(unit),
-        slots,
-        status,
-        store.view(unit),
-        store_status,
-        store.shape[0],
-        UNITS=units,
-        BLOCK_U=triton.next_power_of_2(units),
+    num_slots, units = store.shape
+    _launch_file(
+        num_tokens,
+        (rows, slots, status, store, store_status, num_slots),
+        (units, store.itemsize, triton.next_power_of_2(units)),
         num_warps=1,
+        stream=stream,
     )
 
 
@@ -230,38 +252,37 @@ def collect(
 
     Args:
         store, store_status: as for `file`.
-        slots: int32 or int64 [n] on the device, the request's KV slots in order.
-        out: uint8 [n, row_bytes], shared memory.
+        slots: int32 [n] on the device, the request's KV slots in order.
+        out: [n, units], by `as_units`; shared memory.
         header: int32 [>= 2], shared memory: word BAD becomes 1 if any of these rows is not FILED.
     """
     if slots.shape[0] == 0:
         return
-    if not _on_gpu(slots):
-        out.copy_(store[slots.long()])
-        if bool((store_status[slots.long()] != FILED).any()):
-            header[BAD_WORD] = 1
+    if slots.is_cuda:
+        launch_collect(store, store_status, slots, out, header)
         return
-    launch_collect(store, store_status, slots, out, header)
+    slots = slots.long()
+    out.copy_(store[slots])
+    if bool((store_status[slots] != FILED).any()):
+        header[BAD_WORD] = 1
 
 
-def launch_collect(store, store_status, slots, out, header) -> None:
+def launch_collect(
+    store: torch.Tensor,
+    store_status: torch.Tensor,
+    slots: torch.Tensor,
+    out: torch.Tensor,
+    header: torch.Tensor,
+) -> None:
     """The Triton side of `collect`."""
-    row_bytes = store.shape[1]
-    unit = _widest_unit(row_bytes)
-    units = row_bytes // unit.itemsize
+    assert slots.dtype == torch.int32
+    num_rows, units = out.shape
     block_u = triton.next_power_of_2(units)
-    block_r = max(1, 1024 // block_u)
-    num_rows = slots.shape[0]
-    _collect_kernel[(triton.cdiv(num_rows, block_r),)](
-        store.view(unit),
-        store_status,
-        slots,
-        out.view(unit),
-        header,
-        num_rows,
-        UNITS=units,
-        BLOCK_R=block_r,
-        BLOCK_U=block_u,
+    block_r = max(1, COLLECT_TILE // block_u)
+    _launch_collect(
+        triton.cdiv(num_rows, block_r),
+        (store, store_status, slots, out, header, num_rows),
+        (units, store.itemsize, block_r, block_u),
         num_warps=4,
     )
 
@@ -275,15 +296,3 @@ def mark_ready(header: torch.Tensor, one: torch.Tensor) -> None:
             then visible to any process that sees it, without a fence of ours.
     """
     header[READY_WORD : READY_WORD + 1].copy_(one, non_blocking=True)
-
-
-def _on_gpu(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cuda"
-
-
-def _widest_unit(row_bytes: int) -> torch.dtype:
-    """The widest integer type of which a row is a whole number: the fewest accesses across the bus."""
-    for dtype in (torch.int64, torch.int32, torch.int16):
-        if row_bytes % dtype.itemsize == 0:
-            return dtype
-    return torch.uint8

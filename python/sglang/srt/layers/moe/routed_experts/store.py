@@ -19,6 +19,7 @@ import psutil
 import torch
 
 from sglang.srt.layers.moe.routed_experts import kernels
+from sglang.srt.layers.moe.routed_experts.gather import RowGather
 from sglang.srt.layers.moe.routed_experts.policy import RowShape
 from sglang.srt.layers.moe.routed_experts.streams import (
     Event,
@@ -46,9 +47,8 @@ class RingSlot:
     packed: Event
     filed: Event
 
-    @property
-    def row_bytes_view(self) -> torch.Tensor:
-        return self.rows.view(torch.uint8)
+    def __post_init__(self) -> None:
+        self.units = kernels.as_units(self.rows)
 
 
 class HostStore:
@@ -73,6 +73,7 @@ class HostStore:
         self.rows = torch.frombuffer(self._mapping, dtype=torch.uint8).view(
             num_slots, shape.row_bytes
         )
+        self.units = kernels.as_units(self.rows)
         self.status = torch.zeros(num_slots, dtype=torch.uint8, device=device)
         if device == "cuda":
             register_host_memory(self, self.rows.data_ptr(), self.num_bytes)
@@ -85,8 +86,16 @@ class HostStore:
 class RowFiler:
     """Moves each step's rows from the capture buffer to the store. Owns the ring and the side stream."""
 
-    def __init__(self, capacity: int, shape: RowShape, device: str) -> None:
+    def __init__(
+        self, capacity: int, shape: RowShape, device: str, width: Optional[int] = None
+    ) -> None:
+        """
+        Args:
+            capacity: tokens of one forward at most.
+            width: columns of the capture buffer, where it is wider than top_k.
+        """
         self._shape = shape
+        self._width = width or shape.top_k
         self._device = device
         self._stream = SideStream(device)
         self._ring: List[RingSlot] = [self._new_slot(capacity) for _ in range(RING_SLOTS)]
@@ -112,8 +121,19 @@ class RowFiler:
         return sum(t.numel() * t.itemsize for t in tensors)
 
     def open(self, num_slots: int) -> HostStore:
-        """Allocate the store, once the KV pool's size is known, and compile the kernels."""
+        """Allocate the store, once the KV pool's size is known, and launch every variant of the kernels once.
+
+        Otherwise they would compile in the middle of serving, at the first decode step and the first long prefill.
+        """
         self.store = HostStore(num_slots, self._shape, self._device)
+        if self._device == "cuda":
+            tokens = min(self.capacity, kernels.MOST_SPREAD_TOKENS + 1)
+            buffer = torch.zeros(
+                (self._shape.num_layers, tokens, self._width), dtype=torch.int32, device="cuda"
+            )
+            padding = torch.zeros(tokens, dtype=torch.int64, device="cuda")  # slot 0: not filed
+            for num_tokens in (1, tokens):
+                self.file_step(buffer, 0, padding[:num_tokens])
         return self.store
 
     def file_step(self, buffer: torch.Tensor, first_row: int, cache_loc: torch.Tensor) -> Event:
@@ -131,13 +151,22 @@ class RowFiler:
         kernels.pack(
             buffer,
             first_row,
-            cache_loc,
+            cache_loc.long(),
             slot.rows,
             slot.slots,
             slot.status,
             self._shape.top_k,
             self._shape.num_experts,
         )
+        self._file(slot, cache_loc.shape[0])
+        return slot.filed
+
+    def file_gathered(self, gather: RowGather, cache_loc: torch.Tensor) -> Event:
+        """As `file_step`, with the rows that `gather` has joined; the first `len(cache_loc)` of them."""
+        slot = self._next_slot()
+        current_stream_waits(slot.filed)
+        gather.unpack(slot.rows, slot.status)
+        slot.slots[: cache_loc.shape[0]].copy_(cache_loc)
         self._file(slot, cache_loc.shape[0])
         return slot.filed
 
@@ -172,15 +201,15 @@ class RowFiler:
         if self._last_collect is not None:
             self._stream.wait(self._last_collect)
             self._last_collect = None
-        with self._stream:
-            kernels.file(
-                slot.row_bytes_view,
-                slot.slots,
-                slot.status,
-                num_tokens,
-                self.store.rows,
-                self.store.status,
-            )
+        kernels.file(
+            slot.units,
+            slot.slots,
+            slot.status,
+            num_tokens,
+            self.store.units,
+            self.store.status,
+            self._stream.stream,
+        )
         self._stream.record(slot.filed)
 
 
