@@ -1,0 +1,42 @@
+"""Launching a Triton kernel in every step at a few microseconds of the scheduler's thread."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, Dict, Optional, Tuple
+
+import torch
+
+
+class Launcher:
+    """Calls one kernel's compiled variants, past the JIT's dispatch.
+
+    On each call the JIT inspects every argument to find the variant to run. Here the constexprs alone name it, so the
+    caller keeps what else a variant depends on the same: types and alignments of the pointers.
+
+    Args:
+        kernel: a `triton.jit` function whose constexprs come last and whose other integers are not specialized on.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self._variants: Dict[Tuple, Any] = {}
+
+    def __call__(
+        self,
+        programs: int,
+        arguments: Tuple,
+        constants: Tuple,
+        num_warps: int,
+        stream: Optional[torch.cuda.Stream] = None,
+    ) -> None:
+        """Launch on `stream`, or on the current one. The first call of a variant compiles it."""
+        compiled = self._variants.get(constants)
+        if compiled is not None:
+            handle = None if stream is None else stream.cuda_stream
+            compiled[(programs, 1, 1)](*arguments, *constants, stream=handle)
+            return
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            launched = self.kernel[(programs,)](*arguments, *constants, num_warps=num_warps)
+        if launched is not None:  # the interpreter compiles nothing
+            self._variants[constants] = launched
