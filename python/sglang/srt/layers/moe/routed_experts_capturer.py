@@ -23,6 +23,7 @@ from sglang.srt.layers.moe.routed_experts.store import RowFiler
 from sglang.srt.layers.moe.routed_experts.streams import Event
 from sglang.srt.layers.moe.routed_experts.transport import open_arena
 from sglang.srt.layers.moe.routed_experts.wire import (  # noqa: F401
+    decode_routed_experts,
     extract_routed_experts_from_meta_info,
 )
 
