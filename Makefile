@@ -1,0 +1,46 @@
+# The commands of this project; `make` lists them.
+PYTHON ?= python3
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
+.DEFAULT_GOAL := help
+RUN := .venv/bin/python
+TREE := build/sglang/python
+
+include mk/*.mk
+
+.PHONY: help
+help:
+	@grep -hE '^[a-z][a-z ]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z ]+):.*## /\1\t/' | \
+	    awk -F'\t' '{printf "make %-14s %s\n", $$1, $$2}'
+
+.PHONY: env
+env: ## .venv: the locked environment of the CPU engine and the tests
+	@PYTHON='$(PYTHON)' requirements/install.sh
+
+.PHONY: installed
+installed: env wheel
+	@$(RUN) examples/demo/install.py dist/*.whl
+
+.PHONY: demo
+demo: installed ## a real server on the CPU: rows of three endpoints against transformers, and a picture
+	@$(RUN) examples/demo/demo.py
+
+# Tests run the built tree, so that `make branch` is all it takes to try an edit.
+.PHONY: test
+test: env branch ## all tests; make test ARGS='-k chunked -x' for some
+	@PYTHONPATH=$(TREE) $(RUN) -m pytest $(ARGS)
+
+.PHONY: accuracy
+accuracy: env branch ## the registered test at the published scale: 28.6 million ids
+	@PYTHONPATH=$(TREE) ROUTED_EXPERTS_IDS=9517440 \
+	    $(RUN) test/registered/rl/test_return_routed_experts.py
+
+.PHONY: lint
+lint: env ## ruff: rules and formatting
+	@.venv/bin/ruff check . && .venv/bin/ruff format --check .
+
+.PHONY: lock
+lock: env ## write the lock files anew from their .in files
+	@for name in build uv cpu; do echo "requirements/$$name.txt" && .venv/bin/uv pip compile --quiet \
+	    --universal --python-version 3.10 --only-binary :all: --generate-hashes --no-header \
+	    --excludes requirements/cpu.exclude requirements/$$name.in -o requirements/$$name.txt || exit 1; done

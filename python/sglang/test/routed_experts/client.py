@@ -1,0 +1,157 @@
+"""Requests to the three endpoints, and what comes back: text, token ids, rows.
+
+Rows are decoded here from the wire format alone, with nothing of the engine's.
+"""
+
+import base64
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import requests
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+ENDPOINTS = ("/generate", "/v1/chat/completions", "/v1/completions")
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request. `options` are added to its body as they stand, `sampling` to its sampling parameters."""
+
+    text: str
+    endpoint: str = "/generate"
+    rows: bool = True
+    new_tokens: int = 16
+    sampling: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One choice of a response.
+
+    Attributes:
+        prompt, completion: token ids.
+        meta: where the fields about rows were found: `meta_info` of /generate, else `sglext`.
+        rows: int32 [rows, layers, top_k], or None where the response has none.
+    """
+
+    text: str
+    prompt: list[int]
+    completion: list[int]
+    meta: dict[str, Any]
+    rows: np.ndarray | None
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens that were forwarded, or would be next: prompt and completion."""
+        return self.prompt + self.completion
+
+
+class Client:
+    """Asks a server for completions of text, greedily unless told otherwise."""
+
+    def __init__(self, url: str, model: Path, timeout: float = 600) -> None:
+        self.url = url
+        self.model = model
+        self._timeout = timeout
+        config = json.loads((model / "config.json").read_text())
+        self.layers: int = config["num_hidden_layers"]
+        self.top_k: int = config["num_experts_per_tok"]
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return AutoTokenizer.from_pretrained(self.model)
+
+    def ask(self, ask: Ask) -> Answer:
+        """Send one request and wait for its answer.
+
+        Raises:
+            requests.HTTPError: the server refused it.
+        """
+        response = self.post(ask)
+        if response.status_code != 200:
+            raise requests.HTTPError(
+                f"{ask.endpoint} answered {response.status_code}: {response.text[:500]}",
+                response=response,
+            )
+        return self._answer(ask, response.json())
+
+    def ask_all(self, asks: Sequence[Ask], at_once: int = 64) -> list[Answer]:
+        """Answers in the order of `asks`; up to `at_once` requests are on their way at a time."""
+        with ThreadPoolExecutor(at_once) as pool:
+            return list(pool.map(self.ask, asks))
+
+    def post(self, ask: Ask, stream: bool = False) -> requests.Response:
+        """The raw response."""
+        return requests.post(
+            self.url + ask.endpoint,
+            json=self.body(ask) | ({"stream": True} if stream else {}),
+            timeout=self._timeout,
+            stream=stream,
+        )
+
+    def body(self, ask: Ask) -> dict[str, Any]:
+        """The JSON body of a request."""
+        rows = {"return_routed_experts": True} if ask.rows else {}
+        if ask.endpoint == "/generate":
+            sampling = {"max_new_tokens": ask.new_tokens, "temperature": 0} | ask.sampling
+            return {"text": ask.text, "sampling_params": sampling} | rows | ask.options
+        body = {"model": "default", "max_tokens": ask.new_tokens, "temperature": 0} | ask.sampling
+        if ask.endpoint == "/v1/completions":
+            body["prompt"] = ask.text
+        else:
+            body["messages"] = [{"role": "user", "content": ask.text}]
+        return body | rows | ask.options
+
+    def stream(self, ask: Ask) -> list[dict[str, Any]]:
+        """The chunks of a streamed answer."""
+        with self.post(ask, stream=True) as response:
+            response.raise_for_status()
+            lines = [x.removeprefix(b"data: ") for x in response.iter_lines() if x]
+        assert lines.pop() == b"[DONE]"
+        return [json.loads(line) for line in lines]
+
+    def rows(self, text: str | None, dtype: str = "int32") -> np.ndarray | None:
+        """Decode rows: base64 of little-endian ids, row-major [rows, layers, top_k]."""
+        if text is None:
+            return None
+        ids = np.frombuffer(base64.b64decode(text), np.dtype(dtype).newbyteorder("<"))
+        return ids.astype(np.int32).reshape(-1, self.layers, self.top_k)
+
+    def _answer(self, ask: Ask, body: dict[str, Any]) -> Answer:
+        if ask.endpoint == "/generate":
+            text, meta = body["text"], body["meta_info"]
+            prompt, completion = self._encode(ask.text), body["output_ids"]
+            usage = meta
+        else:
+            choice = body["choices"][0]
+            meta, usage = body.get("sglext") or {}, body["usage"]
+            if ask.endpoint == "/v1/completions":
+                text, prompt = choice["text"], self._encode(ask.text)
+            else:
+                text, prompt = choice["message"]["content"], self._encode(self.chat_prompt(ask.text))
+            completion = self._encode(text)  # one token a byte: text and tokens say the same
+        counted = (usage["prompt_tokens"], usage["completion_tokens"])
+        if counted != (len(prompt), len(completion)):
+            raise AssertionError(
+                f"{ask.endpoint} counted {counted} tokens, its text has {len(prompt), len(completion)}"
+            )
+        info = meta.get("routed_experts_info") or {}
+        rows = self.rows(meta.get("routed_experts"), info.get("dtype", "int32"))
+        return Answer(text, prompt, completion, meta, rows)
+
+    def chat_prompt(self, text: str) -> str:
+        """What the chat endpoint makes of one user message."""
+        messages = [{"role": "user", "content": text}]
+        return self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer(text)["input_ids"]

@@ -1,0 +1,176 @@
+"""Small random models of other MoE families than `tiny_moe`'s, made by transformers from its own configs.
+
+Their weights are ordinary random numbers in float32. Whether rounding could have changed a choice is
+therefore not excluded beforehand, but measured afterwards: see `RouterProbe.margin`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+VOCABULARY = 256
+LAYERS = 4
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model to make.
+
+    config: class name in transformers.
+    options: of the config, beside what all have in common.
+    top_k, experts: what its rows must look like.
+    dense: the first layers that have no experts.
+    prepare: changes the weights after they were drawn, where the CPU engine needs that.
+    """
+
+    config: str
+    options: dict[str, Any]
+    top_k: int = 4
+    experts: int = 16
+    dense: int = 0
+    prepare: Callable[[nn.Module], None] = field(default=lambda model: None)
+
+
+def _gpt_oss_without_extras(model: nn.Module) -> None:
+    """Neutral values for what the CPU engine leaves out: attention sinks, and the experts' own activation and biases."""
+    for name, weight in model.named_parameters():
+        if name.endswith("sinks"):
+            weight.fill_(-1e4)
+        elif "experts.down_proj" in name:
+            weight.zero_()
+
+
+_EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4}
+_LOCAL_EXPERTS = {"num_local_experts": 16, "num_experts_per_tok": 4}
+_ROUTED_EXPERTS = {"n_routed_experts": 16, "num_experts_per_tok": 4, "first_k_dense_replace": 1}
+_WIDE = {"moe_intermediate_size": 32, "intermediate_size": 64}
+_LATENT_ATTENTION = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    # DeepSeek's own; the CPU engine has no other for them
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 512,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+
+FAMILIES = {
+    "qwen2-moe": Family(
+        "Qwen2MoeConfig",
+        _EXPERTS | _WIDE | {"shared_expert_intermediate_size": 64},
+    ),
+    "mixtral": Family(
+        "MixtralConfig",
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32},
+        top_k=2,
+        experts=8,
+    ),
+    "olmoe": Family(
+        "OlmoeConfig",
+        _EXPERTS | {"intermediate_size": 32, "num_key_value_heads": 4},
+    ),
+    "granite-moe": Family(
+        "GraniteMoeConfig",
+        _LOCAL_EXPERTS | {"intermediate_size": 32, "attention_multiplier": 0.25},
+    ),
+    "glm4-moe": Family(
+        "Glm4MoeConfig",
+        _ROUTED_EXPERTS
+        | _WIDE
+        | {"head_dim": 16, "n_shared_experts": 1, "use_qk_norm": True, "n_group": 1},
+        dense=1,
+    ),
+    "deepseek-v2": Family(
+        "DeepseekV2Config",
+        _ROUTED_EXPERTS
+        | _WIDE
+        | _LATENT_ATTENTION
+        | {"n_shared_experts": 2, "topk_method": "group_limited_greedy"}
+        | {"n_group": 4, "topk_group": 2},
+        dense=1,
+    ),
+    "deepseek-v3": Family(
+        "DeepseekV3Config",
+        _ROUTED_EXPERTS
+        | _WIDE
+        | _LATENT_ATTENTION
+        | {"n_shared_experts": 1, "n_group": 4, "topk_group": 2},
+        dense=1,
+    ),
+    "gpt-oss": Family(
+        "GptOssConfig",
+        _LOCAL_EXPERTS | {"head_dim": 16, "intermediate_size": 32},
+        prepare=_gpt_oss_without_extras,
+    ),
+    "qwen3-next": Family(
+        "Qwen3NextConfig",
+        _EXPERTS
+        | _WIDE
+        | {"head_dim": 16, "shared_expert_intermediate_size": 32}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        | {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+        | {"full_attention_interval": 4},
+    ),
+}
+
+
+def make_family(folder: Path, family: Family, seed: int = 0) -> nn.Module:
+    """Write a model's config and float32 weights into `folder`, as they lie on the hub; the same for the same seed.
+
+    Returns:
+        transformers' model with these weights, in evaluation mode: the reference.
+    """
+    config = getattr(transformers, family.config)(
+        **{
+            "vocab_size": VOCABULARY,
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_hidden_layers": LAYERS,
+            "max_position_embeddings": 2048,
+            "tie_word_embeddings": False,
+            "dtype": "float32",
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": None,
+        }
+        | family.options
+    )
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    )
+    with torch.no_grad():
+        _draw(model)
+        family.prepare(model)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def _draw(model: nn.Module) -> None:
+    """Weights that keep activations near one, so that routing depends on everything before it."""
+    for name, weight in model.named_parameters():
+        if weight.dim() >= 2 and "conv1d" not in name:
+            weight.normal_(std=1.0 if "embed" in name else weight.shape[-1] ** -0.5)
+        elif "norm" in name:
+            weight.add_(torch.randn_like(weight) * 0.1)
+        elif name.endswith("bias") and "dt_bias" not in name:
+            weight.normal_(std=0.1)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.uniform_(0, 0.2)
