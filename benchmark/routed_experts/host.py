@@ -37,7 +37,7 @@ def identity(tree: Path) -> tuple[str, str]:
     if noted.exists():
         commit, built = noted.read_text().split()
         return commit, built
-    return _git(Path(__file__).parent, "HEAD"), _git(tree, "HEAD^{tree}")
+    return _git(Path(__file__).parent, "HEAD"), _git(tree, "HEAD:python")
 
 
 def machine(device: str) -> str:

@@ -3,8 +3,9 @@
     python kernels.py --results FILE [--trees DIR --site DIR]
 
 GPU time is that of CUDA graph replays. Beside it stand the bytes that had to move, and the copies
-that pack replaces: one a layer, int32, into a buffer [tokens, layers, top_k]. Host time is that of
-the scheduler's thread in `RowFiler.file_step` and `RowCollector.collect`, launches included.
+that pack replaces: one a layer, int32, into a buffer [tokens, layers, top_k]. A decode step is
+packed and filed by one kernel, `pack_and_file`; longer steps by two. Host time is that of the
+scheduler's thread in `RowFiler.file_step` and `RowCollector.collect`, launches included.
 
 The capture buffer lies in the L2 cache when it is packed, here as in a server, where the top-k
 kernels have just written it. The store is host memory, its slots in random order.
@@ -89,6 +90,15 @@ class Bench:
         tokens = min(len(self._rows), 65)
         self._pack(tokens, 0)
         self._file(self._packed_slots, tokens)
+        self._compare(tokens)
+        if self._files_at_once(tokens):
+            self._store.zero_()
+            self._store_status.zero_()
+            self._pack_and_file(tokens, 0)
+            self._compare(tokens)
+
+    def _compare(self, tokens: int) -> None:
+        """Collect what the first set of slots holds, and compare it with the buffer."""
         out = self._host_memory(tokens, self._shape.row_bytes)
         header = self._host_memory(16, 4).view(torch.int32).view(-1)
         slots = self._locations[0][:tokens]
@@ -102,7 +112,7 @@ class Bench:
             sys.exit(f"error: wrong rows for {self._shape}: run the tests of the kernels")
 
     def step(self, tokens: int) -> Iterator[dict[str, Any]]:
-        """One step of `tokens`: the copies that pack replaces, pack, file."""
+        """One step of `tokens`: the copies that pack replaces, pack, file, both at once."""
         ids = self._shape.layers * self._shape.top_k * tokens
         packed = self._shape.row_bytes * tokens
 
@@ -122,6 +132,9 @@ class Bench:
         # Of the file kernel's bytes, those that cross the bus.
         timing = gpu_time(self._device, file, 32 if tokens <= 1_024 else 8)
         yield self._entry("file", tokens, packed, timing)
+        if self._files_at_once(tokens):
+            timing = gpu_time(self._device, lambda i: self._pack_and_file(tokens, i), 32)
+            yield self._entry("pack_and_file", tokens, 4 * ids + packed + 9 * tokens, timing)
 
     def collect(self, rows: int) -> dict[str, Any]:
         """Gather `rows` rows from the store into an answer."""
@@ -140,6 +153,16 @@ class Bench:
         slots, shape = self._locations[i % _SETS][:tokens], self._shape
         target = self._rows, self._packed_slots, self._status
         self._kernels.pack(self._buffer, 0, slots, *target, shape.top_k, shape.experts)
+
+    def _files_at_once(self, tokens: int) -> bool:
+        """Whether a step of so many tokens is packed and filed by one kernel."""
+        return self._device == "cuda" and tokens <= self._kernels.MOST_SPREAD_TOKENS
+
+    def _pack_and_file(self, tokens: int, i: int) -> None:
+        slots, shape = self._locations[i % _SETS][:tokens], self._shape
+        store = self._store.view(shape.row_dtype)
+        target = store, self._store_status, shape.top_k, shape.experts
+        self._kernels.launch_pack_and_file(self._buffer, 0, slots, *target)
 
     def _file(self, slots: torch.Tensor, tokens: int) -> None:
         rows, store = self._kernels.as_units(self._rows), self._kernels.as_units(self._store)

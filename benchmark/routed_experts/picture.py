@@ -153,21 +153,24 @@ def _stalls(ax: Axes, data: Data) -> bool:
 
 
 def _growth(ax: Axes, data: Data) -> bool:
-    """Pack and file against the copies that they replace; the band holds 80% of the samples."""
+    """What a step adds, against the copies that it replaces; the band holds 80% of the samples."""
     usual = [
         k
         for k in data.get("kernels", [])
         if (k["layers"], k["top_k"], k["experts"]) == (48, 8, 128)
     ]
+    if not usual:
+        return False
     lines = {
         "copies": ("48 copies, int32 (0.5.10, 0.5.11)", COLOURS["peer"]),
-        "pack": ("pack", COLOURS["ours"]),
-        "file": ("file into host memory (side stream)", "#5aa9a3"),
+        "pack_and_file": ("pack and file at once (decode)", COLOURS["ours"]),
+        "pack": ("pack (prefill)", "#7fb2dd"),
+        "file": ("file, on a side stream (prefill)", "#5aa9a3"),
     }
     for what, (label, colour) in lines.items():
         points = sorted((k for k in usual if k["what"] == what), key=lambda k: k["tokens"])
         if not points:
-            return False
+            continue
         x = [k["tokens"] for k in points]
         ax.plot(x, [k["us"] for k in points], "o-", ms=3.5, lw=1.4, color=colour, label=label)
         low, high = [k["us_p10"] for k in points], [k["us_p90"] for k in points]

@@ -37,7 +37,7 @@ trees() {
     revision=${name#*:} name=${name%:*}
     mkdir -p "$work/$name"
     git -C "$branch" archive "$revision" python | tar -C "$work/$name" -xf -
-    echo "$(git rev-parse HEAD) $(git -C "$branch" rev-parse "$revision^{tree}")" >"$work/$name/COMMIT"
+    echo "$(git rev-parse HEAD) $(git -C "$branch" rev-parse "$revision:python")" >"$work/$name/COMMIT"
     pack "$work/$name" "$name"
   done
   if [ -z "${PEER:-}" ]; then

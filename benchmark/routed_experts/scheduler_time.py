@@ -103,12 +103,14 @@ def wrap_everything() -> None:
     wrap(SenderWrapper, "send_output", _rows_sent)
 
 
-def _tokens(*args: Any, **kwargs: Any) -> int:
-    """Tokens of a step, or rows of a request; 0 where the arguments do not say."""
+def _tokens(*args: Any, **kwargs: Any) -> int | None:
+    """Tokens of a step, or rows of a request that asked; 0 where the arguments do not say."""
     for value in (*args, *kwargs.values()):
         if (slots := getattr(value, "out_cache_loc", None)) is not None:
             return len(slots)
         if hasattr(value, "origin_input_ids"):
+            if not value.return_routed_experts:
+                return None
             return len(value.origin_input_ids) + len(value.output_ids) - 1
     return kwargs.get("seqlen", 1) - 1
 

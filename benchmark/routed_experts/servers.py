@@ -139,16 +139,17 @@ class Server:
                 preexec_fn=os.setpgrp,  # noqa: PLW1509  (a group to end as a whole, in the caller's session)
             )
 
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
     def ready(self) -> bool:
         """Whether it answers.
 
         Raises:
             ServerError: it has ended.
         """
-        if self._process.poll() is not None:
-            raise ServerError(
-                f"{self.engine} ended with {self._process.returncode}:\n{self.log_tail()}"
-            )
+        if self.ended():
+            raise ServerError(f"{self.engine} ended:\n{self.log_tail()}")
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:
                 return answer.status == 200
@@ -188,6 +189,10 @@ class Fleet:
         """
         for engine in set(self._servers) - set(engines):
             self._servers.pop(engine).stop()
+        for engine in [engine for engine, server in self._servers.items() if server.ended()]:
+            dead = self._servers.pop(engine)
+            print(f"{engine} has died:\n{dead.log_tail()}", flush=True)
+            dead.stop()
         starting = [engine for engine in engines if engine not in self._servers]
         begin = time.monotonic()
         for engine in starting:
@@ -203,9 +208,6 @@ class Fleet:
             names = ", ".join(map(str, starting))
             print(f"up after {time.monotonic() - begin:.0f} s: {names}", flush=True)
         return {engine: self._servers[engine] for engine in engines}
-
-    def started(self, engine: Engine) -> Server:
-        return self._servers[engine]
 
     def stop(self) -> None:
         while self._servers:

@@ -14,16 +14,17 @@ import datetime
 import signal
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
+import aiohttp
 import load
 import options
 import scheduler_time
+import stall
 from profile_step import profile_decode
 from results import Results, ResultsError
 from servers import Engine, Fleet, Server, ServerError
 from sessions import CASES, SESSIONS, Case, Session
-from stall import measure_stalls
 from step_trace import TraceError
 
 
@@ -39,6 +40,12 @@ class Serving:
         self._deadline = time.monotonic() + arguments.budget
         self._setup = options.setup(arguments, timed=arguments.time_scheduler)
         self._results = Results(arguments.results, options.header(self._setup))
+        by = arguments.shorten
+        self._cases = [
+            replace(case, input_len=case.input_len // by, output_len=case.output_len // by)
+            for case in CASES
+            if case.batch in arguments.batches
+        ]
         self._fleet = Fleet(self._setup)
         scheduler_time.clear(self._setup.times)
         self._seconds: dict[tuple[Engine, str, Case], float] = {}
@@ -51,9 +58,10 @@ class Serving:
                 try:
                     self._run_session(name, SESSIONS[name])
                     scheduler_time.store(self._setup.times, self._results)
-                except (ServerError, load.LoadError, OSError) as error:
+                except (ServerError, load.LoadError, aiohttp.ClientError, OSError) as error:
                     well = False
-                    print(f"session {name} failed: {error}", file=sys.stderr, flush=True)
+                    kind = type(error).__name__
+                    print(f"session {name}: {kind}: {error}", file=sys.stderr, flush=True)
                     self._fleet.stop()
         except OutOfTime as error:
             print(f"time is up: {error}; call again to go on", flush=True)
@@ -64,7 +72,8 @@ class Serving:
 
     def _run_session(self, name: str, session: Session) -> None:
         todo = self._missing_rounds(name, session)
-        stalls = session.stalls and self._arguments.stalls and not self._results.data["stall"]
+        stalls = session.stalls and self._arguments.stalls
+        stalls = stalls and stall.missing(session.asked, self._results)
         if not todo and not stalls:
             print(f"{name}: nothing left to measure", flush=True)
             return
@@ -73,8 +82,9 @@ class Serving:
         servers = self._fleet.require(session.engines, time.monotonic() + startup)
         asyncio.run(self._warm_up(session, servers))
         if stalls:
-            self._need(120, "stalls")
-            measure_stalls(servers, session.asked, self._setup.model, self._results)
+            self._need(45 * len(stalls), "stalls")
+            stall.measure_stalls(servers, session.asked, self._setup.model, self._results)
+            servers = self._fleet.require(session.engines, time.monotonic() + startup)
         for case, turn in todo:
             self._run_round(name, session, case, turn, servers)
         for engine, server in servers.items():
@@ -89,12 +99,11 @@ class Serving:
         """(case, turn) of what is left to run; by turns, so that no case waits for another."""
         last = session.configurations[-1], session.configurations[0]
         todo = []
-        for case in CASES:
-            if case.batch in self._arguments.batches:
-                rows = [session.key(engine, asked, case) for engine, asked in last]
-                done = min(self._results.rounds(name, row) for row in rows)
-                wanted = self._arguments.pairs if case.often else self._arguments.few_pairs
-                todo += [(case, turn) for turn in range(done, wanted)]
+        for case in self._cases:
+            rows = [session.key(engine, asked, case) for engine, asked in last]
+            done = min(self._results.rounds(name, row) for row in rows)
+            wanted = self._arguments.pairs if case.often else self._arguments.few_pairs
+            todo += [(case, turn) for turn in range(done, wanted)]
         return sorted(todo, key=lambda entry: entry[1])
 
     def _run_round(
@@ -136,8 +145,8 @@ class Serving:
         """Compile what is compiled on first use: every load, every way of asking, both servers."""
 
         async def one(engine: Engine, url: str) -> None:
-            for case in CASES:
-                for asked in session.asked[engine] if case.batch in self._arguments.batches else ():
+            for case in self._cases:
+                for asked in session.asked[engine]:
                     request = load.Request(case.input_len, 3, asked)
                     await load.run_batch(url, self._setup.model, request, case.batch, seed=99)
 
@@ -154,6 +163,12 @@ def _line(name: str, case: Case, engine: Engine, asked: str, run: load.Run) -> s
     )
 
 
+def _end(*_: object) -> None:
+    """End in good order, once: `timeout` sends the signal twice, and servers are to be stopped."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(143)
+
+
 def main() -> None:
     parser = options.parser(__doc__)
     add = parser.add_argument
@@ -161,12 +176,13 @@ def main() -> None:
     add("--batches", type=lambda text: [int(b) for b in text.split(",")], default=[1, 8, 64, 256])
     add("--pairs", type=int, default=5, help="rounds of batch 1 and 64")
     add("--few-pairs", type=int, default=2, help="rounds of batch 8 and 256")
+    add("--shorten", type=int, default=1, help="divide prompts and answers, to try the script")
     add("--no-stalls", dest="stalls", action="store_false", help="leave the stalls out")
     add("--budget", type=float, default=1e9, help="seconds after which nothing new is begun")
     add("--startup", type=float, default=240, help="seconds that servers have to start")
     add("--time-scheduler", action="store_true", help="also time the scheduler's thread")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, _end)
     if unknown := set(arguments.sessions) - set(SESSIONS):
         parser.error(f"no such session: {', '.join(unknown)}; there are {', '.join(SESSIONS)}")
     try:

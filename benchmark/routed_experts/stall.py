@@ -4,17 +4,21 @@
 is the longest gap between two chunks of any of the 32 around that end: from the newcomer's last
 chunk but one until its rows have arrived, and a little on either side. The newcomer is read by a
 process of its own, so that the reader does not stall itself.
+
+All ask for their rows: 0.5.10 and 0.5.11 die of an output batch in which some did and some did not.
 """
 
 from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
 
+import aiohttp
 import load
 from model import Model
 from results import Results
@@ -25,7 +29,6 @@ PROMPT_TOKENS = (500, 32_000)
 REPEATS = 5
 _ANSWER_TOKENS = 64
 _MARGIN = 0.1  # seconds before and after the end that count as around it
-_OTHERS_REQUEST = load.Request(input_len=64, output_len=1_900, stream_interval=1)
 
 
 def measure_stalls(
@@ -37,18 +40,29 @@ def measure_stalls(
 ) -> None:
     """Each way of asking for rows on each server, `REPEATS` times each number of prompt tokens.
 
-    Raises:
-        LoadError: a server refused a request, or the rows came short.
+    What `results` has already is left out. A server that fails is told about and passed over.
     """
     # Started afresh rather than forked: this process has threads.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         pool.submit(time.monotonic).result()
-        for engine, server in servers.items():
-            for way in asked[engine]:
-                if engine.flag and way != "no":
-                    asyncio.run(
-                        _Stalls(engine, server.url, way, model, results, pool).run(prompt_tokens)
-                    )
+        for engine, way in missing(asked, results):
+            stalls = _Stalls(engine, servers[engine].url, way, model, results, pool)
+            try:
+                asyncio.run(stalls.run(prompt_tokens))
+            except (load.LoadError, aiohttp.ClientError, OSError) as error:
+                kind = type(error).__name__
+                print(f"no stalls of {engine}, {way}: {kind}: {error}", file=sys.stderr, flush=True)
+
+
+def missing(asked: Mapping[Engine, Sequence[str]], results: Results) -> list[tuple[Engine, str]]:
+    """The servers and ways of asking of which `results` has no stall."""
+    known = {(entry["engine"], entry["asked"]) for entry in results.data["stall"]}
+    return [
+        (engine, way)
+        for engine, ways in asked.items()
+        for way in ways
+        if engine.flag and way != "no" and (engine.name, way) not in known
+    ]
 
 
 class _Stalls:
@@ -65,6 +79,7 @@ class _Stalls:
     ) -> None:
         self._engine, self._url, self._asked, self._model = engine, url, asked, model
         self._results, self._pool = results, pool
+        self._others = load.Request(64, 1_900, asked, stream_interval=1)
         self._times: list[list[float]] = [[] for _ in range(OTHERS)]
 
     async def run(self, prompt_tokens: Sequence[int]) -> None:
@@ -82,15 +97,13 @@ class _Stalls:
                 await session.post(f"{self._url}/abort_request", json={"abort_all": True})
                 await asyncio.sleep(1)
 
-    async def _stream(self, session, index: int) -> None:
+    async def _stream(self, session: aiohttp.ClientSession, index: int) -> None:
         """One of the others: note when its chunks arrive, again and again until cancelled."""
         times = self._times[index]
         for turn in range(100):
-            prompt = load.prompts(self._model, 1, _OTHERS_REQUEST.input_len, 1_000 * turn + index)[
-                0
-            ]
+            prompt = load.prompts(self._model, 1, self._others.input_len, 1_000 * turn + index)[0]
             async with session.post(
-                f"{self._url}/generate", data=_OTHERS_REQUEST.body(prompt), headers=load.JSON
+                f"{self._url}/generate", data=self._others.body(prompt), headers=load.JSON
             ) as answer:
                 if answer.status != 200:
                     raise load.LoadError(f"{answer.status}: {(await answer.text())[:500]}")

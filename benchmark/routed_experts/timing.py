@@ -31,10 +31,10 @@ def gpu_time(device: str, launch: Callable[[int], None], repeat: int) -> Timing:
 
     On device "cpu", where this only tries a script, the calls are timed by the host's clock.
     """
+    if device == "cpu":
+        return Timing.of([_wall(launch, 1)])
     for i in range(repeat):
         launch(i)
-    if device == "cpu":
-        return Timing.of([_wall(launch, repeat) for _ in range(3)])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -52,6 +52,7 @@ def host_time(device: str, call: Callable[[], None], repeat: int, every: int) ->
         every: calls after which the GPU may catch up, so that its queue is never full.
     """
     seconds = []
+    repeat = repeat if device == "cuda" else 3
     for i in range(repeat):
         if device == "cuda" and i % every == 0:
             torch.cuda.synchronize()
