@@ -19,7 +19,8 @@ from sglang.srt.layers.moe.routed_experts.store import RING_SLOTS, RowFiler
 from sglang.srt.layers.moe.routed_experts.streams import SideStream
 
 SHAPE = RowShape(num_layers=6, top_k=4, num_experts=64)
-CAPACITY, NUM_SLOTS = 256, 4096
+CAPACITY, NUM_SLOTS = 1024, 8192
+MANY, FEW = 700, 200  # a prefill is packed and filed on the side stream, a decode step is filed at once
 LONG = 200_000_000  # cycles: about 0.1 s
 
 
@@ -36,21 +37,23 @@ class Pipeline:
             (SHAPE.num_layers, CAPACITY, SHAPE.top_k), dtype=torch.int32, device="cuda"
         )
         self.pool = SimpleNamespace(
-            req_to_token=torch.zeros((4, 1024), dtype=torch.int32, device="cuda")
+            req_to_token=torch.zeros((4, 2048), dtype=torch.int32, device="cuda")
         )
-        self.run(1, 2000, 8, fill=0)  # compile everything before anything is delayed
-        self.answer(0, 1)
         torch.cuda.synchronize()
 
-    def run(self, value: int, first_slot: int, num_tokens: int, fill: int | None = None):
+    def run(self, value: int, first_slot: int, num_tokens: int) -> torch.cuda.Event:
         """A forward that routes everything to expert `value` and writes KV slots from `first_slot` on."""
         with torch.cuda.stream(self.forward):
             cache_loc = torch.arange(first_slot, first_slot + num_tokens, device="cuda")
-            self.buffer.fill_(value if fill is None else fill)
+            self.buffer.fill_(value)
             filed = self.filer.file_step(self.buffer, 0, cache_loc)
+            if filed is None:  # as the base does behind sampling
+                filed = torch.cuda.Event()
+                filed.record()
         return filed
 
     def give(self, request: int, first_slot: int, num_tokens: int) -> None:
+        """KV slots of a request, as the scheduler assigns them."""
         with torch.cuda.stream(self.schedule):
             self.pool.req_to_token[request, :num_tokens] = torch.arange(
                 first_slot, first_slot + num_tokens, device="cuda", dtype=torch.int32
@@ -75,57 +78,79 @@ class Pipeline:
 
 def ring_slot(p: Pipeline) -> List[int]:
     """The side stream is slow; later steps must not pack over a ring slot that is still being filed."""
-    p.give(0, 100, 200)
+    p.give(0, 100, MANY)
     torch.cuda.synchronize()
     p.delay(p.filer._stream.stream)
-    p.run(7, 100, 200)
+    p.run(7, 100, MANY)
     for i in range(RING_SLOTS):
-        filed = p.run(20 + i, 1000, 200)
+        filed = p.run(20 + i, 2000, MANY)
     p.collector.step_processed(filed)
-    return p.answer(0, 200)()
+    return p.answer(0, MANY)()
 
 
 def file_before_read(p: Pipeline) -> List[int]:
     """The side stream is slow; an answer must not be read from the store before its step was filed."""
-    p.give(0, 100, 200)
-    p.run(3, 100, 200)
+    p.give(0, 100, MANY)
+    p.run(3, 100, MANY)
     torch.cuda.synchronize()
     p.delay(p.filer._stream.stream)
-    p.collector.step_processed(p.run(7, 100, 200))
-    return p.answer(0, 200)()
+    p.collector.step_processed(p.run(7, 100, MANY))
+    return p.answer(0, MANY)()
 
 
 def slots_before_collect(p: Pipeline) -> List[int]:
     """The schedule stream is slow; slot ids must have been copied before they are followed."""
-    p.run(7, 100, 200)
-    p.collector.step_processed(p.run(3, 1000, 200))
-    p.give(0, 1000, 200)
+    p.run(7, 100, MANY)
+    p.collector.step_processed(p.run(3, 2000, MANY))
+    p.give(0, 2000, MANY)
     torch.cuda.synchronize()
     p.delay(p.schedule)
-    p.give(0, 100, 200)
-    rows = p.answer(0, 200)
-    p.give(0, 1000, 200)  # the row of req_to_token is somebody else's at once
+    p.give(0, 100, MANY)
+    rows = p.answer(0, MANY)
+    p.give(0, 2000, MANY)  # the row of req_to_token is somebody else's at once
     return rows()
 
 
 def collect_before_next_filing(p: Pipeline) -> List[int]:
     """The collect stream is slow; the freed slots are filed over by the next step only after it."""
-    p.give(0, 100, 200)
-    p.collector.step_processed(p.run(7, 100, 200))
+    p.give(0, 100, MANY)
+    p.collector.step_processed(p.run(7, 100, MANY))
     torch.cuda.synchronize()
     p.delay(p.collector._stream.stream)
-    rows = p.answer(0, 200)
-    p.run(9, 100, 200)
+    rows = p.answer(0, MANY)
+    p.run(9, 100, MANY)
     return rows()
+
+
+def collect_before_next_filing_at_once(p: Pipeline) -> List[int]:
+    """The same for a decode step, which is filed on the forward stream."""
+    p.give(0, 100, FEW)
+    p.collector.step_processed(p.run(7, 100, FEW))
+    torch.cuda.synchronize()
+    p.delay(p.collector._stream.stream)
+    rows = p.answer(0, FEW)
+    p.run(9, 100, FEW)
+    return rows()
+
+
+def side_before_at_once(p: Pipeline) -> List[int]:
+    """The side stream is slow; a decode step that reuses a prefill's slots must be filed after it, not before."""
+    p.give(0, 100, FEW)
+    torch.cuda.synchronize()
+    p.delay(p.filer._stream.stream)
+    p.run(3, 100, MANY)
+    p.collector.step_processed(p.run(7, 100, FEW))
+    torch.cuda.synchronize()
+    return p.answer(0, FEW)()
 
 
 def pack_before_file(p: Pipeline) -> List[int]:
     """The forward is slow; the side stream must not file a ring slot before it was packed."""
-    p.give(0, 100, 200)
+    p.give(0, 100, MANY)
     torch.cuda.synchronize()
     p.delay(p.forward)
-    p.collector.step_processed(p.run(7, 100, 200))
-    return p.answer(0, 200)()
+    p.collector.step_processed(p.run(7, 100, MANY))
+    return p.answer(0, MANY)()
 
 
 def without_ring_wait(p: Pipeline, patch: pytest.MonkeyPatch) -> None:
@@ -148,6 +173,10 @@ def without_collect_wait(p: Pipeline, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(p.filer, "wait_for_collect", lambda collected: None)
 
 
+def without_side_wait(p: Pipeline, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(store_module, "current_stream_waits", lambda event: None)
+
+
 def without_packed_wait(p: Pipeline, patch: pytest.MonkeyPatch) -> None:
     wait, packed = SideStream.wait, [slot.packed for slot in p.filer._ring]
     patch.setattr(
@@ -161,6 +190,8 @@ CASES = [
     (slots_before_collect, without_slots_wait),
     (collect_before_next_filing, without_collect_wait),
     (pack_before_file, without_packed_wait),
+    (collect_before_next_filing_at_once, without_collect_wait),
+    (side_before_at_once, without_side_wait),
 ]
 
 
@@ -179,13 +210,14 @@ def test_and_wrong_without_the_event(scenario, take_away, monkeypatch) -> None:
 def test_no_host_synchronization() -> None:
     """Nothing between a forward's end and an answer's launch makes the host wait."""
     p = Pipeline()
-    p.give(0, 100, 200)
+    p.give(0, 100, MANY)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for step in range(3 * RING_SLOTS):
-            p.collector.step_processed(p.run(7, 100, 200))
-        rows = p.answer(0, 200)
+            p.run(7, 100, MANY)
+            p.collector.step_processed(p.run(7, 900, FEW))
+        rows = p.answer(0, MANY)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert rows() == [7]

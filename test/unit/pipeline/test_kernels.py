@@ -1,16 +1,12 @@
 """Pack, file and collect: the Triton kernels (in the interpreter, or on a GPU) against plain torch, byte for byte."""
 
-import os
-
 import pytest
 import torch
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are decorated, so before the import below
+from sglang.srt.layers.moe.routed_experts import kernels
+from sglang.srt.layers.moe.routed_experts.policy import RowShape
 
-from sglang.srt.layers.moe.routed_experts import kernels  # noqa: E402
-from sglang.srt.layers.moe.routed_experts.policy import RowShape  # noqa: E402
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 NUM_SLOTS = 300
 LAYERS, TOP_K, EXPERTS, TOKENS = (1, 60), (1, 6, 8, 9), (256, 257, 512), (1, 63, 64, 65)
@@ -45,7 +41,7 @@ def host_memory(*shape: int) -> torch.Tensor:
 
 
 def test_kernels_are_what_we_think() -> None:
-    interpreted = type(kernels._pack_kernel).__name__ == "InterpretedFunction"
+    interpreted = type(kernels.programs.pack_kernel).__name__ == "InterpretedFunction"
     assert interpreted == (DEVICE == "cpu")
 
 
@@ -95,6 +91,39 @@ def test_a_row_survives_the_whole_way(shape: RowShape, num_tokens: int) -> None:
         else:
             assert torch.equal(got, expected) and store_status[slot] == kernels.FILED
     assert header.tolist()[:2] == [0, 1], "a bad row, and padding that was never filed"
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 64])
+@pytest.mark.parametrize("shape", [RowShape(7, 3, 256), RowShape(48, 8, 300)], ids=str)
+def test_packed_and_filed_at_once_is_the_same(shape: RowShape, num_tokens: int) -> None:
+    width, first = shape.top_k + 1, 2
+    ids = random_ids(shape, num_tokens + first, width, seed=num_tokens)
+    ids[-1, first, shape.top_k - 1] = shape.num_experts  # the first row is bad
+    ids[:, :, shape.top_k :] = -1  # shared experts: dropped
+    generator = torch.Generator().manual_seed(3)
+    cache_loc = torch.randperm(NUM_SLOTS - 1, generator=generator)[:num_tokens] + 1
+    cache_loc[num_tokens // 2 + 1 :][:1] = 0  # padding
+    cache_loc[num_tokens // 2 + 2 :][:1] = NUM_SLOTS  # no such slot
+    dtype = getattr(torch, shape.dtype_name)
+    rows, slots, status = ring(shape, num_tokens, "cpu")
+    stores = [host_memory(NUM_SLOTS, shape.row_bytes) for _ in range(2)]
+    statuses = [torch.zeros(NUM_SLOTS, dtype=torch.uint8, device=d) for d in ("cpu", DEVICE)]
+    kernels.pack(ids, first, cache_loc, rows, slots, status, shape.top_k, shape.num_experts)
+    units = kernels.as_units(rows)
+    kernels.file(units, slots, status, num_tokens, kernels.as_units(stores[0]), statuses[0])
+    kernels.launch_pack_and_file(
+        ids.to(DEVICE),
+        first,
+        cache_loc.to(DEVICE),
+        stores[1].view(dtype),
+        statuses[1],
+        shape.top_k,
+        shape.num_experts,
+    )
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(stores[0], stores[1]) and torch.equal(statuses[0], statuses[1].cpu())
+    assert statuses[0][cache_loc[0]] == kernels.BAD
 
 
 @pytest.mark.parametrize("shape", [RowShape(3, 2, 256), RowShape(1, 1, 512)], ids=str)

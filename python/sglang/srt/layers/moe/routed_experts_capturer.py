@@ -41,9 +41,12 @@ MOST_PROBLEMS_LOGGED = 20
 
 @dataclass
 class RoutedExpertsOutput:
-    """What one forward hands to the output processor: `filed` marks the step's rows as being in the host store."""
+    """What one forward hands to the output processor: `filed` marks the step's rows as being in the host store.
 
-    filed: Event
+    None if they were filed on the forward stream: then the result's `copy_done`, recorded there later, covers them.
+    """
+
+    filed: Optional[Event]
 
 
 class RoutedExpertsCapturer:
@@ -124,7 +127,9 @@ class _TargetCapturer(RoutedExpertsCapturer):
         self._filer: Optional[RowFiler] = None
         self._collector: Optional[RowCollector] = None
         if rank.answers:
-            self._filer = RowFiler(per_rank, self._shape, model_runner.device, width)
+            self._filer = RowFiler(
+                per_rank, self._shape, model_runner.device, width, self._waits_in_place
+            )
         parts = (self._buffer, self._gather, self._filer)
         size = sum(part.num_bytes for part in parts if part is not None)
         logger.info(
@@ -205,7 +210,7 @@ class _TargetCapturer(RoutedExpertsCapturer):
             return
         # Workers without overlap (EAGLE v1, n-gram) do not pass the output on; the last filing is theirs.
         output = getattr(result, "routed_experts_output", None)
-        filed = output.filed if output is not None else self._filer.last_filed
+        filed = self._filer.last_filed if output is None else output.filed or result.copy_done
         if self._waits_in_place:
             filed.synchronize()
         self._collector.step_processed(filed)

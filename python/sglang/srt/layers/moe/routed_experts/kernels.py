@@ -1,4 +1,4 @@
-"""The three moves of a row: pack (device buffer -> ring), file (ring -> host store), collect (store -> answer).
+"""The moves of a row: pack (device buffer -> ring), file (ring -> host store), collect (store -> answer).
 
 Each move has one entry point that picks Triton on a GPU and plain torch on the CPU engine; the two must agree byte
 for byte (test/unit/pipeline/test_kernels.py runs the Triton side in the interpreter). Once packed, a row is so many
@@ -14,8 +14,8 @@ from typing import Optional
 
 import torch
 import triton
-import triton.language as tl
 
+from sglang.srt.layers.moe.routed_experts import programs
 from sglang.srt.layers.moe.routed_experts.launch import Launcher
 
 UNFILED, FILED, BAD = 0, 1, 2
@@ -24,103 +24,10 @@ PACK_TILE = 4096  # ids a program of a prefill chunk packs
 COLLECT_TILE = 1024  # units a program gathers; more programs hide the latency of the bus
 MOST_SPREAD_TOKENS = 512  # up to here each token has a program of its own: a decode step
 
-
-# Integers and pointers that change from step to step are not specialized on: a variant met first in the middle of
-# serving would compile there. RowFiler.open and RowCollector launch every variant that is left.
-@triton.jit(
-    do_not_specialize=["first_row", "num_tokens", "layer_stride"],
-    do_not_specialize_on_alignment=["cache_loc_ptr"],
-)
-def _pack_kernel(
-    buffer_ptr,
-    cache_loc_ptr,
-    rows_ptr,
-    slots_ptr,
-    status_ptr,
-    first_row,
-    num_tokens,
-    layer_stride,
-    WIDTH: tl.constexpr,
-    TOP_K: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    columns = tl.arange(0, BLOCK_C)
-    real = tokens < num_tokens
-    mask = real[:, None] & (columns < COLUMNS)[None, :]
-    source = (
-        (columns // TOP_K).to(tl.int64)[None, :] * layer_stride
-        + (first_row + tokens).to(tl.int64)[:, None] * WIDTH
-        + (columns % TOP_K)[None, :]
-    )
-    ids = tl.load(buffer_ptr + source, mask=mask, other=0)
-    out_of_range = ((ids < 0) | (ids >= NUM_EXPERTS)).to(tl.int32)
-    bad = tl.max(out_of_range, axis=1)
-    target = tokens.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
-    tl.store(rows_ptr + target, ids.to(rows_ptr.dtype.element_ty), mask=mask)
-    tl.store(status_ptr + tokens, (1 + bad).to(tl.uint8), mask=real)
-    tl.store(slots_ptr + tokens, tl.load(cache_loc_ptr + tokens, mask=real), mask=real)
-
-
-@triton.jit(do_not_specialize=["num_slots"])
-def _file_kernel(
-    rows_ptr,
-    slots_ptr,
-    status_ptr,
-    store_ptr,
-    store_status_ptr,
-    num_slots,
-    UNITS: tl.constexpr,
-    UNIT_BYTES: tl.constexpr,  # not used; tells variants of the same number of units apart
-    BLOCK_U: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + token).to(tl.int64)
-    # Slot 0 is where the base writes padding; it never belongs to a request.
-    if (slot > 0) & (slot < num_slots):
-        units = tl.arange(0, BLOCK_U)
-        mask = units < UNITS
-        row = tl.load(rows_ptr + token * UNITS + units, mask=mask)
-        tl.store(store_ptr + slot * UNITS + units, row, mask=mask)
-        tl.store(store_status_ptr + slot, tl.load(status_ptr + token))
-
-
-@triton.jit(
-    do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=["slots_ptr", "out_ptr", "header_ptr"],
-)
-def _collect_kernel(
-    store_ptr,
-    store_status_ptr,
-    slots_ptr,
-    out_ptr,
-    header_ptr,
-    num_rows,
-    UNITS: tl.constexpr,
-    UNIT_BYTES: tl.constexpr,  # not used; tells variants of the same number of units apart
-    BLOCK_R: tl.constexpr,
-    BLOCK_U: tl.constexpr,
-):
-    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    real = rows < num_rows
-    units = tl.arange(0, BLOCK_U)
-    slots = tl.load(slots_ptr + rows, mask=real, other=0).to(tl.int64)
-    mask = real[:, None] & (units < UNITS)[None, :]
-    data = tl.load(store_ptr + slots[:, None] * UNITS + units[None, :], mask=mask)
-    tl.store(out_ptr + rows.to(tl.int64)[:, None] * UNITS + units[None, :], data, mask=mask)
-    status = tl.load(store_status_ptr + slots, mask=real, other=1)
-    bad = tl.sum((status != 1).to(tl.int32), axis=0)
-    # A plain store: the header is host memory, where a GPU across PCIe has no atomics.
-    if bad > 0:
-        tl.store(header_ptr + 1, 1)
-
-
-_launch_pack = Launcher(_pack_kernel)
-_launch_file = Launcher(_file_kernel)
-_launch_collect = Launcher(_collect_kernel)
+_launch_pack = Launcher(programs.pack_kernel)
+_launch_file = Launcher(programs.file_kernel)
+_launch_pack_and_file = Launcher(programs.pack_and_file_kernel)
+_launch_collect = Launcher(programs.collect_kernel)
 
 
 def as_units(rows: torch.Tensor) -> torch.Tensor:
@@ -238,6 +145,33 @@ def launch_file(
         (units, store.itemsize, triton.next_power_of_2(units)),
         num_warps=1,
         stream=stream,
+    )
+
+
+def launch_pack_and_file(
+    buffer: torch.Tensor,
+    first_row: int,
+    cache_loc: torch.Tensor,
+    store: torch.Tensor,
+    store_status: torch.Tensor,
+    top_k: int,
+    num_experts: int,
+) -> None:
+    """`pack` and `file` in one launch, for a few tokens: straight from the capture buffer to the host store.
+
+    Args:
+        buffer, first_row, cache_loc, top_k, num_experts: as for `pack`.
+        store: uint8 or uint16 [num_slots, layers * top_k], host memory that the GPU can address.
+        store_status: uint8 [num_slots], on the device.
+    """
+    assert cache_loc.dtype == torch.int64
+    num_layers, capacity, width = buffer.shape
+    num_slots, columns = store.shape
+    _launch_pack_and_file(
+        cache_loc.shape[0],
+        (buffer, cache_loc, store, store_status, first_row, capacity * width, num_slots),
+        (width, top_k, columns, num_experts, triton.next_power_of_2(num_layers * top_k)),
+        num_warps=4,
     )
 
 

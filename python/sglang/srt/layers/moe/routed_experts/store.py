@@ -1,10 +1,18 @@
-"""The host store: one row for every KV slot, and the ring through which rows reach it off the forward stream.
+"""The host store: one row for every KV slot, and the two ways in which rows reach it.
+
+A decode step has few rows: one kernel on the forward stream writes them where they belong, in posted writes across the
+bus. Its one launch is all that the scheduler's thread pays.
+
+    forward stream:  ... top-k kernels | pack and file -> host store | sampling, copy_done.record() ...
+
+A prefill has many: they are packed at the speed of the device, and cross the bus beside the next forward.
 
     forward stream:  ... top-k kernels | pack -> ring slot, packed.record() | next forward ...
     side stream:                         packed.wait | file -> host store, filed.record()
 
-A ring slot is packed into again only behind the `filed` event of its last use, and rows are filed only behind the last
-collect: that is what keeps step t's rows apart from step t+1's, however slow either side is.
+A ring slot is packed into again only behind the `filed` event of its last use; rows are filed, either way, only behind
+the last collect and in the order of the steps: that is what keeps step t's rows apart from step t+1's, however slow
+any side is.
 """
 
 from __future__ import annotations
@@ -74,6 +82,7 @@ class HostStore:
             num_slots, shape.row_bytes
         )
         self.units = kernels.as_units(self.rows)
+        self.ids = self.rows.view(getattr(torch, shape.dtype_name))
         self.status = torch.zeros(num_slots, dtype=torch.uint8, device=device)
         if device == "cuda":
             register_host_memory(self, self.rows.data_ptr(), self.num_bytes)
@@ -87,13 +96,20 @@ class RowFiler:
     """Moves each step's rows from the capture buffer to the store. Owns the ring and the side stream."""
 
     def __init__(
-        self, capacity: int, shape: RowShape, device: str, width: Optional[int] = None
+        self,
+        capacity: int,
+        shape: RowShape,
+        device: str,
+        width: Optional[int] = None,
+        waits_in_place: bool = False,
     ) -> None:
         """
         Args:
             capacity: tokens of one forward at most.
             width: columns of the capture buffer, where it is wider than top_k.
+            waits_in_place: no later event of the step (copy_done) covers what is filed on the forward stream.
         """
+        self._waits_in_place = waits_in_place
         self._shape = shape
         self._width = width or shape.top_k
         self._device = device
@@ -102,6 +118,9 @@ class RowFiler:
         self.capacity = capacity
         self._step = 0
         self._last_collect: Optional[Event] = None
+        self._side_filed: Optional[Event] = None
+        self._filed_at_once = new_event(device)
+        self.last_filed: Event = self._filed_at_once
         self.store: Optional[HostStore] = None
 
     def _new_slot(self, capacity: int) -> RingSlot:
@@ -136,18 +155,23 @@ class RowFiler:
                 self.file_step(buffer, 0, padding[:num_tokens])
         return self.store
 
-    def file_step(self, buffer: torch.Tensor, first_row: int, cache_loc: torch.Tensor) -> Event:
-        """Pack on the current stream, file on the side stream. Returns the event that marks the rows as filed.
+    def file_step(
+        self, buffer: torch.Tensor, first_row: int, cache_loc: torch.Tensor
+    ) -> Optional[Event]:
+        """Take over one step's rows, behind what the current stream has been given so far.
 
         Args:
             buffer: int32 [layers, capacity, width], the capture buffer.
             first_row: this rank's first token in it.
             cache_loc: int64 [n], the step's KV slots; n <= capacity.
 
-        The event is reused RING_SLOTS steps later: wait for it before that.
+        Returns:
+            The event that marks the rows as filed; it is reused RING_SLOTS steps later. None if they were filed on the
+            current stream, where any later event of the step covers them.
         """
+        if self._device == "cuda" and cache_loc.shape[0] <= kernels.MOST_SPREAD_TOKENS:
+            return self._file_at_once(buffer, first_row, cache_loc)
         slot = self._next_slot()
-        current_stream_waits(slot.filed)
         kernels.pack(
             buffer,
             first_row,
@@ -158,44 +182,59 @@ class RowFiler:
             self._shape.top_k,
             self._shape.num_experts,
         )
-        self._file(slot, cache_loc.shape[0])
-        return slot.filed
+        return self._file(slot, cache_loc.shape[0])
+
+    def _file_at_once(
+        self, buffer: torch.Tensor, first_row: int, cache_loc: torch.Tensor
+    ) -> Optional[Event]:
+        for event in (self._last_collect, self._side_filed):
+            if event is not None:
+                current_stream_waits(event)
+        self._last_collect = self._side_filed = None
+        kernels.launch_pack_and_file(
+            buffer,
+            first_row,
+            cache_loc.long(),
+            self.store.ids,
+            self.store.status,
+            self._shape.top_k,
+            self._shape.num_experts,
+        )
+        if not self._waits_in_place:
+            return None
+        self._filed_at_once.record()
+        self.last_filed = self._filed_at_once
+        return self._filed_at_once
 
     def file_gathered(self, gather: RowGather, cache_loc: torch.Tensor) -> Event:
         """As `file_step`, with the rows that `gather` has joined; the first `len(cache_loc)` of them."""
         slot = self._next_slot()
-        current_stream_waits(slot.filed)
         gather.unpack(slot.rows, slot.status)
         slot.slots[: cache_loc.shape[0]].copy_(cache_loc)
-        self._file(slot, cache_loc.shape[0])
-        return slot.filed
+        return self._file(slot, cache_loc.shape[0])
 
     def mark_bad(self, cache_loc: torch.Tensor) -> Event:
         """Mark every KV slot of a step whose rows could not be captured; whoever asks for them gets an error."""
-        slot = self._next_slot()
-        capacity = slot.status.shape[0]
-        for start in range(0, cache_loc.shape[0], capacity):
-            part = cache_loc[start : start + capacity]
-            current_stream_waits(slot.filed)
+        for start in range(0, cache_loc.shape[0], self.capacity):
+            part = cache_loc[start : start + self.capacity]
+            slot = self._next_slot()
             slot.slots[: len(part)].copy_(part)
             slot.status[: len(part)].fill_(kernels.BAD)
-            self._file(slot, len(part))
-        return slot.filed
-
-    @property
-    def last_filed(self) -> Event:
-        """Marks the last step's rows as filed; before the first step it marks nothing."""
-        return self._ring[self._step % RING_SLOTS].filed
+            filed = self._file(slot, len(part))
+        return filed
 
     def wait_for_collect(self, collected: Event) -> None:
         """The next filing waits for `collected`: the slots that it reads may be somebody else's by then."""
         self._last_collect = collected
 
     def _next_slot(self) -> RingSlot:
+        """A slot that the current stream may write: its last rows have been filed by then."""
         self._step += 1
-        return self._ring[self._step % RING_SLOTS]
+        slot = self._ring[self._step % RING_SLOTS]
+        current_stream_waits(slot.filed)
+        return slot
 
-    def _file(self, slot: RingSlot, num_tokens: int) -> None:
+    def _file(self, slot: RingSlot, num_tokens: int) -> Event:
         slot.packed.record()
         self._stream.wait(slot.packed)
         if self._last_collect is not None:
@@ -211,6 +250,8 @@ class RowFiler:
             self._stream.stream,
         )
         self._stream.record(slot.filed)
+        self._side_filed = self.last_filed = slot.filed
+        return slot.filed
 
 
 def register_host_memory(owner: object, address: int, num_bytes: int) -> None:
