@@ -132,9 +132,10 @@ class _TargetCapturer(RoutedExpertsCapturer):
             )
         parts = (self._buffer, self._gather, self._filer)
         size = sum(part.num_bytes for part in parts if part is not None)
+        joined = f", joined over {rank.group_size} ranks" if self._gather else ""
         logger.info(
             f"Routed experts device buffers allocated. #layers: {len(self._layers)}, "
-            f"#tokens: {self._buffer.capacity}, size: {size / 2**20:.2f} MB"
+            f"#tokens: {self._buffer.capacity}{joined}, size: {size / 2**20:.2f} MB"
         )
 
     def open_store(self, model_runner: ModelRunner) -> None:
