@@ -1,8 +1,9 @@
 """Stands in for the compiled package `sgl_kernel` on the CPU engine.
 
-The CPU engine's plain-torch path calls none of these kernels, but the modules that it imports name them.
-The GPU build of the package (1.4 GB) cannot be loaded without a driver, so on a machine without one it need
-not be installed: any name can be imported from the stand-in, and raises when it is called.
+The CPU engine's plain-torch path calls none of these kernels, but the modules that it imports name
+them. The GPU build of the package (1.4 GB) cannot be loaded without a driver, so on a machine
+without one it need not be installed: any name can be imported from the stand-in, and raises when it
+is called.
 """
 
 import importlib.abc
@@ -66,7 +67,9 @@ class _StubModule(types.ModuleType):
 
 
 def _missing(owner: str, name: str) -> _MissingKernel:
-    if name.startswith("__"):  # protocols (copying, pickling, ...) must not find one that isn't there
+    if name.startswith(
+        "__"
+    ):  # protocols (copying, pickling, ...) must not find one that isn't there
         raise AttributeError(name)
     return _MissingKernel(f"{owner}.{name}")
 

@@ -21,7 +21,7 @@ ENDPOINTS = ("/generate", "/v1/chat/completions", "/v1/completions")
 
 @dataclass(frozen=True)
 class Ask:
-    """One request. `options` are added to its body as they stand, `sampling` to its sampling parameters."""
+    """One request. `options` and `sampling` are added to its body and its sampling parameters."""
 
     text: str
     endpoint: str = "/generate"
@@ -36,21 +36,28 @@ class Answer:
     """One choice of a response.
 
     Attributes:
-        prompt, completion: token ids.
-        meta: where the fields about rows were found: `meta_info` of /generate, else `sglext`.
-        rows: int32 [rows, layers, top_k], or None where the response has none.
+        prompt, completion: token ids; of a completion that came as text, with the byte-level
+        tokenizer only. counted: prompt_tokens + completion_tokens, as the server reports them.
+        meta: where the fields about rows were found: `meta_info` of /generate, else `sglext`. rows:
+        int32 [rows, layers, top_k], or None where the response has none.
     """
 
     text: str
     prompt: list[int]
     completion: list[int]
+    counted: int
     meta: dict[str, Any]
     rows: np.ndarray | None
 
     @property
     def tokens(self) -> list[int]:
-        """All tokens that were forwarded, or would be next: prompt and completion."""
-        return self.prompt + self.completion
+        """Prompt and completion; as many as the server counted, or it is not its text."""
+        tokens = self.prompt + self.completion
+        if len(tokens) != self.counted:
+            raise AssertionError(
+                f"the server counted {self.counted} tokens, the text has {len(tokens)}"
+            )
+        return tokens
 
 
 class Client:
@@ -135,16 +142,15 @@ class Client:
             if ask.endpoint == "/v1/completions":
                 text, prompt = choice["text"], self._encode(ask.text)
             else:
-                text, prompt = choice["message"]["content"], self._encode(self.chat_prompt(ask.text))
+                text, prompt = (
+                    choice["message"]["content"],
+                    self._encode(self.chat_prompt(ask.text)),
+                )
             completion = self._encode(text)  # one token a byte: text and tokens say the same
-        counted = (usage["prompt_tokens"], usage["completion_tokens"])
-        if counted != (len(prompt), len(completion)):
-            raise AssertionError(
-                f"{ask.endpoint} counted {counted} tokens, its text has {len(prompt), len(completion)}"
-            )
+        counted = usage["prompt_tokens"] + usage["completion_tokens"]
         info = meta.get("routed_experts_info") or {}
         rows = self.rows(meta.get("routed_experts"), info.get("dtype", "int32"))
-        return Answer(text, prompt, completion, meta, rows)
+        return Answer(text, prompt, completion, counted, meta, rows)
 
     def chat_prompt(self, text: str) -> str:
         """What the chat endpoint makes of one user message."""

@@ -15,8 +15,8 @@ class Tally:
     def add(self, rows: np.ndarray | None, expected: np.ndarray) -> None:
         """Compare two arrays [rows, layers, top_k], as sets for each token and layer.
 
-        The order within a set is a matter of taste: equal weights may come in any. Rows that are missing
-        or too many count with all their ids.
+        The order within a set is a matter of taste: equal weights may come in any. Rows that are
+        missing or too many count with all their ids.
         """
         found = np.empty((0, *expected.shape[1:]), np.int32) if rows is None else rows
         if found.shape[1:] != expected.shape[1:]:
@@ -28,11 +28,11 @@ class Tally:
         self.mismatches += different_ids(found[:common], expected[:common])
 
     def __str__(self) -> str:
-        return f"{self.mismatches:,} / {self.ids:,} mismatches"
+        return f"{self.mismatches} / {self.ids} mismatches"
 
 
 def different_ids(rows: np.ndarray, expected: np.ndarray) -> int:
-    """How many of the ids [rows, layers, top_k] are not in the expected set of their token and layer."""
+    """How many ids [rows, layers, top_k] are not in the expected set of their token and layer."""
     rows, expected = np.sort(rows, axis=-1), np.sort(expected, axis=-1)
     suspects = (rows != expected).any(axis=-1)
     rows, expected = rows[suspects], expected[suspects]

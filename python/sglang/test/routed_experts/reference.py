@@ -1,4 +1,4 @@
-"""The reference: transformers' own Qwen3-MoE on the same weights. It shares no code with the engine."""
+"""The reference: transformers' own Qwen3-MoE on the same weights, no code of the engine's."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from transformers import Qwen3MoeForCausalLM
 
-_TOKENS_AT_ONCE = 4096
+_TOKENS_AT_ONCE = 16384
 
 
 class TransformersRouter:
@@ -25,7 +25,7 @@ class TransformersRouter:
         self._top_k: int = loaded.config.num_experts_per_tok
 
     def route(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """The choices for all but the last token of each sequence: int32 [tokens - 1, layers, top_k].
+        """The choices for all but the last token of each: int32 [tokens - 1, layers, top_k].
 
         The last token was sampled and never forwarded, so no engine has a row for it.
         """
@@ -60,7 +60,7 @@ class TransformersRouter:
 
 
 def _batches(order: Iterable[int], sequences: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """Groups of sequences, shortest first, of at most `_TOKENS_AT_ONCE` tokens with their padding."""
+    """Groups of sequences of at most `_TOKENS_AT_ONCE` tokens with their padding."""
     batch: list[int] = []
     for i in order:
         if batch and (len(batch) + 1) * len(sequences[i]) > _TOKENS_AT_ONCE:

@@ -1,7 +1,6 @@
-"""A server of its own for a test or a demo: started on a free port, and gone afterwards whatever happens."""
+"""A server for a test or a demo: started on a free port, and gone afterwards whatever happens."""
 
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
@@ -29,8 +28,11 @@ _FLAGS = (
     *("--max-running-requests", "64", "--sleep-on-idle", "--skip-server-warmup"),
 )
 _LOG_LINES = 40
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
+# Becomes the server, and is killed when the process that started it ends: prctl(PR_SET_PDEATHSIG).
+_LAUNCHER = (
+    "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL); "
+    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+)
 
 
 class ServerFailed(RuntimeError):
@@ -40,7 +42,8 @@ class ServerFailed(RuntimeError):
 class Server:
     """`with Server(model, flags) as server:` the engine answers at `server.url`.
 
-    It runs in a session and a temporary folder of its own. If this process is killed, it dies as well.
+    It runs in a session and a temporary folder of its own. If this process is killed, it dies as
+    well.
 
     Args:
         model: folder with config, weights and tokenizer.
@@ -109,7 +112,8 @@ class Server:
         self._folder = tempfile.mkdtemp(prefix="routed-experts-server-")
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.model)]
+        command = [sys.executable, "-c", _LAUNCHER, "-m", "sglang.launch_server"]
+        command += ["--model-path", str(self.model)]
         command += ["--host", "127.0.0.1", "--port", str(port), *_FLAGS]
         command += [*(() if self._gpu else _CPU_FLAGS), *self.flags]
         environment = os.environ | {"TMPDIR": self._folder, "HF_HUB_OFFLINE": "1"}
@@ -117,7 +121,8 @@ class Server:
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         if not self._gpu:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
-            # A second thread gains nothing on a model this small; on a busy machine it costs minutes.
+            # A second thread gains nothing on a model this small; on a busy machine it costs
+            # minutes.
             environment["OMP_NUM_THREADS"] = "1"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as output:
@@ -128,7 +133,6 @@ class Server:
                 stderr=subprocess.STDOUT,
                 env=environment,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
             )
 
     def _wait_until_ready(self) -> None:
@@ -149,7 +153,7 @@ class Server:
         return f"its log, {self.log}, ends with:\n{self.log_tail()}"
 
     def stop(self, patience: float = 15) -> None:
-        """End all its processes and remove its folder. Safe to call twice; Ctrl-C does not cut it short."""
+        """End all its processes and remove its folder, Ctrl-C or not. Safe to call twice."""
         if self._process is None:
             return
         with _uninterrupted():
@@ -167,10 +171,6 @@ class Server:
             self._process.wait()
             self._process = None
             shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _die_with_parent() -> None:
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _free_port() -> int:

@@ -1,15 +1,15 @@
 """The model under test: a small random Qwen3-MoE whose routing cannot be changed by rounding.
 
-With ordinary random weights, one choice in a few million lies so close to another that the batch size or the
-BLAS decides it, and every later layer and token differs after that. Here the router's scores are odd integers
-plus a tie-break of its own for every expert, so that any float32 engine makes the same choices: a single
-different id is a fault of the engine, not luck.
+With ordinary random weights, one choice in a few million lies so close to another that the batch
+size or the BLAS decides it, and every later layer and token differs after that. Here the router's
+scores are odd integers plus a tie-break of its own for every expert, so that any float32 engine
+makes the same choices: a single different id is a fault of the engine, not luck.
 
-How: a token's embedding is a random code of +-1. The residual stream is the code, a constant one, and two memories.
-In every layer sharp attention replaces the memories: the first by part of the code of the token a few places
-back, the second by a shuffle of the memories that the layer before had there, so that deep layers look far back.
-Router and output head multiply all that by random signs. Experts run on random weights and
-write far below what a choice needs to change.
+How: a token's embedding is a random code of +-1. The residual stream is the code, a constant one,
+and two memories. In every layer sharp attention replaces the memories: the first by part of the
+code of the token a few places back, the second by a shuffle of the memories that the layer before
+had there, so that deep layers look far back. Router and output head multiply all that by random
+signs. Experts run on random weights and write far below what a choice needs to change.
 """
 
 import json
@@ -55,9 +55,10 @@ class Shape:
 
 
 def make_model(folder: Path, shape: Shape) -> Path:
-    """Write config, float32 weights and byte-level tokenizer of a model into `folder`; the same for the same shape.
+    """Write config, float32 weights and byte-level tokenizer of a model into `folder`.
 
-    The config is written last. A folder that holds it is complete and is kept, if it is of this shape.
+    The same shape gives the same model. The config is written last: a folder that holds it is
+    complete and is kept, if it is of this shape.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = _config(shape)
@@ -114,9 +115,7 @@ def _config(shape: Shape) -> Qwen3MoeConfig:
     )
 
 
-def _weights(
-    shape: Shape, config: Qwen3MoeConfig, printable: list[int]
-) -> dict[str, torch.Tensor]:
+def _weights(shape: Shape, config: Qwen3MoeConfig, printable: list[int]) -> dict[str, torch.Tensor]:
     rng = torch.Generator().manual_seed(shape.seed)
     hidden, eps = shape.hidden, config.rms_norm_eps
     one = hidden // 2 - 1  # where the constant lies
@@ -125,7 +124,7 @@ def _weights(
         return torch.randint(0, 2, size, generator=rng).float() * 2 - 1
 
     def scores(rows: int) -> torch.Tensor:
-        """[rows, hidden]: random signs, and a tie-break of its own for every row on the constant."""
+        """[rows, hidden]: random signs, and for each row a tie-break on the constant."""
         weight = signs(rows, hidden)
         weight[:, one] = torch.randperm(rows, generator=rng) * (2 / rows)
         return weight / _TEMPERATURE
@@ -141,7 +140,11 @@ def _weights(
     unprintable[printable] = False
     head[unprintable, one] = -1000
     unit = torch.full((hidden,), math.sqrt(1 + eps))
-    weights = {"model.embed_tokens.weight": embedding, "lm_head.weight": head, "model.norm.weight": unit}
+    weights = {
+        "model.embed_tokens.weight": embedding,
+        "lm_head.weight": head,
+        "model.norm.weight": unit,
+    }
     for i in range(shape.layers):
         layer = {
             "input_layernorm.weight": unit if i else torch.full((hidden,), math.sqrt(0.5 + eps)),
@@ -162,7 +165,7 @@ def _weights(
 def _attention(
     hidden: int, config: Qwen3MoeConfig, first: bool, rng: torch.Generator
 ) -> dict[str, torch.Tensor]:
-    """Projections of one layer: heads 0 and 1 copy from 1 to 3 tokens back, 2 and 3 clear what is there."""
+    """Projections of a layer: heads 0, 1 copy from 1 to 3 tokens back; 2, 3 clear what is there."""
     dim = config.head_dim
     one, memory = hidden // 2 - 1, hidden // 2
     angles = config.rope_parameters["rope_theta"] ** -(torch.arange(0, dim, 2).float() / dim)

@@ -1,0 +1,165 @@
+"""Rows of a server with overlap scheduling against one without, and of both against transformers.
+
+The server without overlap copies within each step: the baseline. Not one id may differ, on any of
+the three endpoints. Everywhere: a model of 48 layers, 128 experts, top-8, in float32, made on the
+spot, which transformers can judge. On hosts with two GPUs or more also the full model, with DP
+attention.
+
+    ROUTED_EXPERTS_IDS=9517440 python test/registered/rl/test_return_routed_experts.py    # the
+    published scale
+"""
+
+import itertools
+import os
+import random
+import tempfile
+import time
+import unittest
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from sglang.test.ci.ci_register import register_cuda_ci
+
+from sglang.test.routed_experts.client import ENDPOINTS, Answer, Ask, Client
+from sglang.test.routed_experts.compare import Tally
+from sglang.test.routed_experts.reference import TransformersRouter
+from sglang.test.routed_experts.server import FLAG, NO_OVERLAP, Server
+from sglang.test.routed_experts.tiny_moe import Shape, make_model
+
+register_cuda_ci(est_time=900, suite="stage-b-test-2-gpu-large")
+
+IDS = int(os.environ.get("ROUTED_EXPERTS_IDS", "300000"))  # to compare at least, for each endpoint
+NEW_TOKENS = 100
+FULL_MODEL = "Qwen/Qwen3-30B-A3B"
+WORDS = ("each", "token", "is", "sent", "to", "few", "experts", "in", "every", "layer")
+
+
+class Overlap:
+    """The tests; a subclass has the model, and the flags beside those about overlap."""
+
+    tp: ClassVar[int]
+    flags: ClassVar[Sequence[str]]
+    off: ClassVar[dict[str, list[Answer]]]
+    on: ClassVar[dict[str, list[Answer]]]
+    model: ClassVar[Path]
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.scratch = tempfile.TemporaryDirectory(prefix="routed-experts-test-")
+        cls.model = cls.prepare(Path(cls.scratch.name))
+        try:
+            cls.off = cls._serve("overlap off", (*cls.flags, NO_OVERLAP))
+            cls.on = cls._serve("overlap on", cls.flags)
+        except BaseException:
+            cls.scratch.cleanup()
+            raise
+
+    @classmethod
+    def tearDownClass(cls) -> None:
+        cls.scratch.cleanup()
+
+    @classmethod
+    def prepare(cls, scratch: Path) -> Path:
+        """The folder of the model."""
+        raise NotImplementedError
+
+    @classmethod
+    def _serve(cls, name: str, flags: Sequence[str]) -> dict[str, list[Answer]]:
+        """Answers of a server with these flags to the same requests, for each endpoint."""
+        log = Path(cls.scratch.name) / "server.log"
+        say(f"tp {cls.tp} {name}: starting the server")
+        answers = {}
+        gpu = torch.cuda.is_available()
+        with Server(cls.model, (FLAG, *flags), log=log, gpu=gpu, start_timeout=900) as server:
+            client = Client(server.url, cls.model)
+            for endpoint in ENDPOINTS:
+                asks = list(requests_worth(IDS, endpoint, client))
+                started = time.monotonic()
+                answers[endpoint] = client.ask_all(asks)
+                seconds = time.monotonic() - started
+                done = f"{endpoint} answered {len(asks)} requests in {seconds:.0f} s"
+                say(f"tp {cls.tp} {name}: {done}")
+        return answers
+
+    def compare(self, endpoint: str) -> None:
+        tally = Tally()
+        for off, on in zip(self.off[endpoint], self.on[endpoint]):
+            self.assertEqual(off.text, on.text, "another text has other rows")
+            self.assertEqual(len(off.rows), off.counted - 1)
+            tally.add(on.rows, off.rows)
+        self.judge(endpoint, tally)
+        self.assertGreaterEqual(tally.ids, IDS)
+
+    def judge(self, what: str, tally: Tally) -> None:
+        verdict = "FAIL" if tally.mismatches else "ok"
+        say(f"tp {self.tp} {what} ... {verdict}   {tally}")
+        self.assertEqual(tally.mismatches, 0)
+
+    def test_generate(self) -> None:
+        self.compare("/generate")
+
+    def test_chat(self) -> None:
+        self.compare("/v1/chat/completions")
+
+    def test_completions(self) -> None:
+        self.compare("/v1/completions")
+
+
+class TestAnyMachine(Overlap, unittest.TestCase):
+    tp = 1
+    flags = ()
+
+    @classmethod
+    def prepare(cls, scratch: Path) -> Path:
+        return make_model(scratch / "model", Shape(layers=48, experts=128, top_k=8))
+
+    def test_transformers(self) -> None:
+        router = TransformersRouter(self.model)
+        for endpoint in ENDPOINTS:
+            off, on = Tally(), Tally()
+            expected = router.route([answer.tokens for answer in self.off[endpoint]])
+            for i, rows in enumerate(expected):
+                off.add(self.off[endpoint][i].rows, rows)
+                on.add(self.on[endpoint][i].rows, rows)
+            self.judge(f"{endpoint}, overlap off against transformers", off)
+            self.judge(f"{endpoint}, overlap on against transformers", on)
+
+
+@unittest.skipIf(torch.cuda.device_count() < 2, "the full model needs two GPUs")
+class TestFullModel(Overlap, unittest.TestCase):
+    tp = 2
+    # Batches differ from run to run: only kernels that do not care give one text and one routing.
+    flags = ("--tp", "2", "--dp", "2", "--enable-dp-attention", "--enable-deterministic-inference",
+             "--dtype", "bfloat16")  # fmt: skip
+
+    @classmethod
+    def prepare(cls, scratch: Path) -> Path:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(os.environ.get("ROUTED_EXPERTS_MODEL", FULL_MODEL)))
+
+
+def requests_worth(ids: int, endpoint: str, client: Client) -> Iterator[Ask]:
+    """Requests whose rows hold at least `ids` ids. Some start alike; none ends early."""
+    rng = random.Random(endpoint)
+    beginnings = [" ".join(rng.choices(WORDS, k=8)) for _ in range(4)]
+    ends = {"ignore_eos": True}
+    for number in itertools.count():
+        rest = " ".join(rng.choices(WORDS, k=rng.randint(4, 24)))
+        text = f"{rng.choice(beginnings)} {number} {rest}"
+        yield Ask(text, endpoint, new_tokens=NEW_TOKENS, sampling=ends)
+        prompt = client.chat_prompt(text) if "chat" in endpoint else text
+        rows = len(client.tokenizer(prompt)["input_ids"]) + NEW_TOKENS - 1
+        ids -= rows * client.layers * client.top_k
+        if ids <= 0:
+            return
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    unittest.main()
