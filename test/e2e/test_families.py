@@ -22,7 +22,7 @@ from sglang.test.routed_experts.families import FAMILIES, LAYERS, VOCABULARY, ma
 from sglang.test.routed_experts.router_probe import RouterProbe
 
 NEW_TOKENS = 12
-SEED = 0  # of the prompts: so chosen that no choice in them is close
+SEED = 2  # of the prompts: so chosen that no choice is close
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
 """Engines of many models, one after another, each in a process of its own, without importing SGLang for each.
 
 Importing SGLang with all its model files takes some ten seconds, and an engine has three processes. Here one
-process imports it, and all others are forked from that one. Only for the CPU engine: CUDA does not survive a fork.
+process imports it, and all others are forked from that one: an engine of a tiny model is up in a second.
+Only for the CPU engine: CUDA does not survive a fork.
 """
 
 import contextlib
@@ -9,10 +10,9 @@ import ctypes
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,6 @@ _IMPORTS = [
     "sglang.srt.managers.scheduler",
     "sglang.srt.managers.detokenizer_manager",
     "sglang.srt.models.registry",  # imports every model file
-    "transformers",
-    "torch",
 ]
 _ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
@@ -53,8 +51,13 @@ class EngineFailed(RuntimeError):
     """The engine did not start, or died. The message ends with the end of its log."""
 
 
+def generate(engine: Any, requests: Sequence[dict[str, Any]]) -> list[Any]:
+    """A job: one call of `Engine.generate` for each request, with its keyword arguments."""
+    return [engine.generate(**request) for request in requests]
+
+
 class Engines:
-    """`Engines().run(model, job)`: starts an engine, gives it to `job`, stops it, returns what `job` returned.
+    """Starts an engine, gives it a job, stops it.
 
     Takes over multiprocessing's one fork server, so there is one instance a process.
     """
@@ -73,20 +76,20 @@ class Engines:
         timeout: float = 300,
         **options: Any,
     ) -> Any:
-        """Call `job(engine, *arguments)` in the engine's process.
+        """What `job(engine, *arguments)` returns, called in the engine's process.
 
         Args:
             job: a function of an importable module; what it returns is pickled.
             log: where the engine's output goes.
             timeout: seconds until the answer must be there, start-up included.
-            options: of `sglang.Engine`, beside `_OPTIONS`.
+            options: of `sglang.Engine`, beside those that the CPU engine needs.
 
         Raises:
             EngineFailed: with the end of the log.
         """
         reader, writer = self._context.Pipe(duplex=False)
-        options = _OPTIONS | {"model_path": str(model)} | options
-        process = self._context.Process(target=_run, args=(writer, log, job, arguments, options))
+        task = (job, arguments, _OPTIONS | {"model_path": str(model)} | options)
+        process = self._context.Process(target=_run, args=(writer, log, task))
         process.start()
         writer.close()
         try:
@@ -104,14 +107,13 @@ class Engines:
         return answer
 
 
-def _run(
-    writer: Connection, log: Path, job: Callable[..., Any], arguments: tuple, options: dict
-) -> None:
+def _run(writer: Connection, log: Path, task: tuple) -> None:
+    job, arguments, options = task
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(output.fileno(), stream.fileno())
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
     try:
         with _forking(), tempfile.TemporaryDirectory(prefix="routed-experts-") as folder:
             tempfile.tempdir = folder

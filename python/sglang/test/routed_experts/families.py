@@ -4,8 +4,7 @@ Their weights are ordinary random numbers in float32. Whether rounding could hav
 therefore not excluded beforehand, but measured afterwards: see `RouterProbe.margin`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ class Family:
     options: of the config, beside what all have in common.
     top_k, experts: what its rows must look like.
     dense: the first layers that have no experts.
-    prepare: changes the weights after they were drawn, where the CPU engine needs that.
     """
 
     config: str
@@ -33,21 +31,12 @@ class Family:
     top_k: int = 4
     experts: int = 16
     dense: int = 0
-    prepare: Callable[[nn.Module], None] = field(default=lambda model: None)
-
-
-def _gpt_oss_without_extras(model: nn.Module) -> None:
-    """Neutral values for what the CPU engine leaves out: attention sinks, and the experts' own activation and biases."""
-    for name, weight in model.named_parameters():
-        if name.endswith("sinks"):
-            weight.fill_(-1e4)
-        elif "experts.down_proj" in name:
-            weight.zero_()
 
 
 _EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4}
 _LOCAL_EXPERTS = {"num_local_experts": 16, "num_experts_per_tok": 4}
 _ROUTED_EXPERTS = {"n_routed_experts": 16, "num_experts_per_tok": 4, "first_k_dense_replace": 1}
+_DEEPSEEK_MOE = {"moe_layer_freq": 1, "n_group": 4, "topk_group": 2}  # hub configs have the first
 _WIDE = {"moe_intermediate_size": 32, "intermediate_size": 64}
 _LATENT_ATTENTION = {
     "num_key_value_heads": 4,
@@ -60,7 +49,7 @@ _LATENT_ATTENTION = {
     "rope_parameters": {
         "rope_type": "yarn",
         "rope_theta": 10000.0,
-        "factor": 4.0,
+        "factor": 1.0,
         "original_max_position_embeddings": 512,
         "beta_fast": 32,
         "beta_slow": 1,
@@ -100,8 +89,8 @@ FAMILIES = {
         _ROUTED_EXPERTS
         | _WIDE
         | _LATENT_ATTENTION
-        | {"n_shared_experts": 2, "topk_method": "group_limited_greedy"}
-        | {"n_group": 4, "topk_group": 2},
+        | _DEEPSEEK_MOE
+        | {"n_shared_experts": 2, "topk_method": "group_limited_greedy"},
         dense=1,
     ),
     "deepseek-v3": Family(
@@ -109,22 +98,9 @@ FAMILIES = {
         _ROUTED_EXPERTS
         | _WIDE
         | _LATENT_ATTENTION
-        | {"n_shared_experts": 1, "n_group": 4, "topk_group": 2},
+        | _DEEPSEEK_MOE
+        | {"n_shared_experts": 1, "topk_method": "noaux_tc"},
         dense=1,
-    ),
-    "gpt-oss": Family(
-        "GptOssConfig",
-        _LOCAL_EXPERTS | {"head_dim": 16, "intermediate_size": 32},
-        prepare=_gpt_oss_without_extras,
-    ),
-    "qwen3-next": Family(
-        "Qwen3NextConfig",
-        _EXPERTS
-        | _WIDE
-        | {"head_dim": 16, "shared_expert_intermediate_size": 32}
-        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-        | {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
-        | {"full_attention_interval": 4},
     ),
 }
 
@@ -157,7 +133,6 @@ def make_family(folder: Path, family: Family, seed: int = 0) -> nn.Module:
     )
     with torch.no_grad():
         _draw(model)
-        family.prepare(model)
     model.save_pretrained(folder)
     return model.eval()
 
