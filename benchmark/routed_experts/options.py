@@ -9,7 +9,7 @@ from typing import Any
 
 import host
 import model
-from servers import Setup
+from servers import Engine, Setup
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -53,4 +53,5 @@ def setup(arguments: argparse.Namespace, timed: bool) -> Setup:
 def header(made: Setup) -> dict[str, Any]:
     """The head of the results file."""
     about = host.header(made.trees / "ours", made.site, made.device)
-    return {**about, "model": made.model.describe()}
+    _, *arguments = made.arguments(Engine("ours", True))  # the first is the model's folder
+    return {**about, "model": made.model.describe(), "server": " ".join(arguments)}

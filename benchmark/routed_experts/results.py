@@ -1,6 +1,6 @@
 """The results file: one JSON that grows with every measurement and is never half written.
 
-    {"machine", "date", "commit", "tree", "model", "software",
+    {"machine", "date", "commit", "tree", "model", "software", "server",
      "rows": [{"engine", "flag", "asked", "batch", "input_len", "output_len",
                "output_tps": [..], "ttft_s": [..], "latency_s": [..], "step_ms": [..],
                "answer_mb": [..], "problems": [..], "round": [..]}],
@@ -39,7 +39,7 @@ class Results:
         Args:
             path: the file; may exist, and is then continued. What it says of another `tree` of ours
                 is dropped.
-            header: "machine", "date", "commit", "tree", "model", "software".
+            header: "machine", "date", "commit", "tree", "model", "software", "server".
 
         Raises:
             ResultsError: the file holds figures of another machine or model.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -99,6 +100,7 @@ class Setup:
             "--attention-backend=triton",
             # The pool is bounded by --max-total-tokens; this only lets two servers share the GPU.
             "--mem-fraction-static=0.98",
+            "--chunked-prefill-size=8192",
             "--cuda-graph-bs",
             *map(str, GRAPH_BATCHES),
             *([] if self.piecewise else ["--disable-piecewise-cuda-graph"]),
@@ -156,6 +158,19 @@ class Server:
         except (urllib.error.URLError, OSError):
             return False
 
+    def check_pool(self) -> None:
+        """Two servers side by side are not comparable if one has got less KV pool than the other.
+
+        Raises:
+            ServerError: the pool is smaller than it was meant to be.
+        """
+        found = re.findall(r"max_total_num_tokens=(\d+)", self.log.read_text(errors="replace"))
+        if found and int(found[-1]) < KV_TOKENS:
+            raise ServerError(
+                f"{self.engine} has a KV pool of {found[-1]} tokens, {KV_TOKENS} are needed: too "
+                "little GPU memory was free when it started"
+            )
+
     def log_tail(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()
         return "\n".join(line[:400] for line in lines[-_LOG_TAIL:])
@@ -204,6 +219,8 @@ class Fleet:
                 server = self._servers[min(waiting, key=str)]
                 raise ServerError(f"{server.engine} was not ready in time:\n{server.log_tail()}")
             time.sleep(0.5)
+        for engine in starting:
+            self._servers[engine].check_pool()
         if starting:
             names = ", ".join(map(str, starting))
             print(f"up after {time.monotonic() - begin:.0f} s: {names}", flush=True)

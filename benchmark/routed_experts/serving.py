@@ -83,7 +83,8 @@ class Serving:
         asyncio.run(self._warm_up(session, servers))
         if stalls:
             self._need(45 * len(stalls), "stalls")
-            stall.measure_stalls(servers, session.asked, self._setup.model, self._results)
+            lengths = [tokens // self._arguments.shorten for tokens in stall.PROMPT_TOKENS]
+            stall.measure_stalls(servers, session.asked, self._setup.model, self._results, lengths)
             servers = self._fleet.require(session.engines, time.monotonic() + startup)
         for case, turn in todo:
             self._run_round(name, session, case, turn, servers)

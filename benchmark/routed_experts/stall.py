@@ -36,7 +36,7 @@ def measure_stalls(
     asked: Mapping[Engine, Sequence[str]],
     model: Model,
     results: Results,
-    prompt_tokens: Sequence[int] = PROMPT_TOKENS,
+    prompt_tokens: Sequence[int],
 ) -> None:
     """Each way of asking for rows on each server, `REPEATS` times each number of prompt tokens.
 

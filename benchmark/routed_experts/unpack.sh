@@ -10,6 +10,7 @@ archives=$(realpath "${1:-build/bench}")
 target=${2:-build/bench-host}
 mkdir -p "$target/trees"
 cd "$target"
+jobs=()
 for archive in "$archives"/*.tar.xz; do
   name=$(basename "$archive" .tar.xz)
   [ "$name" = site ] && folder=site || folder=trees/$name
@@ -21,5 +22,6 @@ for archive in "$archives"/*.tar.xz; do
     python3 -m compileall -q -j 0 "$folder" >/dev/null 2>&1 || true # some packages hold templates
     touch "$stamp"
   ) &
+  jobs+=($!)
 done
-wait
+for job in ${jobs[@]+"${jobs[@]}"}; do wait "$job"; done
