@@ -79,25 +79,8 @@ CASES = [
     on("--enable-nsa-prefill-context-parallel"),
     on("--enable-prefill-context-parallel"),
     Case("--moe-dp-size", {"moe_dp_size": 2, "tp_size": 2}),
-    *(
-        Case("--moe-a2a-backend", {"moe_a2a_backend": backend, "tp_size": 2})
-        for backend in ("deepep", "mooncake", "nixl", "mori")
-    ),
-    Case(
-        "--moe-a2a-backend",
-        {"moe_a2a_backend": "flashinfer", "moe_runner_backend": "flashinfer_cutlass"},
-    ),
-    Case(
-        "--moe-runner-backend",
-        {
-            "moe_runner_backend": "flashinfer_cutlass",
-            "quantization": "modelopt_fp4",
-            "tp_size": 2,
-            "dp_size": 2,
-            "ep_size": 2,
-            "enable_dp_attention": True,
-        },
-    ),
+    Case("--moe-a2a-backend", {"moe_a2a_backend": "mori", "tp_size": 2}),
+    Case("--moe-a2a-backend", later={"moe_a2a_backend": "ascend_fuseep"}),
     Case("--elastic-ep-backend", {"elastic_ep_backend": "nixl"}),
     on("--enable-two-batch-overlap"),
     on("--enable-pdmux", chunked_prefill_size=-1, disable_overlap_schedule=True),
@@ -185,6 +168,16 @@ def test_the_plain_configuration_is_served(server_args: Build) -> None:
     "arguments",
     [
         {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
+        *({"tp_size": 2, "moe_a2a_backend": name} for name in ("deepep", "mooncake", "nixl")),
+        {"moe_a2a_backend": "flashinfer", "moe_runner_backend": "flashinfer_cutlass"},
+        {
+            "moe_runner_backend": "flashinfer_cutlass",
+            "quantization": "modelopt_fp4",
+            "tp_size": 2,
+            "dp_size": 2,
+            "ep_size": 2,
+            "enable_dp_attention": True,
+        },
         {"tp_size": 2, "ep_size": 2, "enable_eplb": True, "ep_num_redundant_experts": 4},
         {"ep_dispatch_algorithm": "dynamic"},
         {"moe_runner_backend": "flashinfer_trtllm_routed"},

@@ -11,10 +11,11 @@ import sys
 
 def _replace_dispatcher(layer_module):
     import torch
-    from sglang.srt.distributed import get_tp_group
     from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
     from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    from sglang.srt.distributed import get_tp_group
 
     class GlooDispatcher(BaseDispatcher):
         """Every rank sees all tokens, runs its own experts on them, and the results are summed up."""

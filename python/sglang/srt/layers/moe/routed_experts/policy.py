@@ -64,17 +64,6 @@ def _architectures(server_args: ServerArgs) -> list[str]:
     return server_args.get_model_config().hf_config.architectures or []
 
 
-def _routes_before_gather(server_args: ServerArgs) -> bool:
-    """Whether each rank routes its own tokens, and they are quantized and gathered after that."""
-    return (
-        server_args.moe_runner_backend == "flashinfer_cutlass"
-        and server_args.enable_dp_attention
-        and server_args.quantization == "modelopt_fp4"
-        and server_args.ep_size == server_args.dp_size
-        and not server_args.disable_flashinfer_cutlass_moe_fp4_allgather
-    )
-
-
 REFUSALS = (
     # Rows are kept by KV slot: a cache that moves KV elsewhere and back leaves them behind.
     Refusal(
@@ -151,16 +140,9 @@ REFUSALS = (
     ),
     Refusal(
         "--moe-a2a-backend",
-        lambda args: args.moe_a2a_backend != "none",
-        "tokens are scattered over the attention ranks, and their rows are not gathered yet",
-        "Use --moe-a2a-backend none",
-    ),
-    Refusal(
-        "--moe-runner-backend",
-        _routes_before_gather,
-        "with --quantization modelopt_fp4 and DP attention, tokens are routed before they are"
-        " gathered",
-        "Add --disable-flashinfer-cutlass-moe-fp4-allgather",
+        lambda args: args.moe_a2a_backend not in ("none", "deepep", "mooncake", "nixl", "flashinfer"),
+        "rows have not been tested with this back end, which does not run on NVIDIA GPUs",
+        "Use --moe-a2a-backend deepep, mooncake, nixl, flashinfer or none",
     ),
     Refusal(
         "--elastic-ep-backend",
