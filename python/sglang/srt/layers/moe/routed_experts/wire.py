@@ -50,12 +50,16 @@ class WireRows:
 
     def piece(self, i: int) -> bytes:
         """Piece `i` of the text, at most 256 KiB."""
-        part = self._flat[i * self._step : (i + 1) * self._step]
-        return pybase64.b64encode(np.ascontiguousarray(part, self._dtype))
+        return pybase64.b64encode(self._part(i))
 
     def text(self) -> str:
         """The whole text, for callers in the same process."""
-        return b"".join(map(self.piece, range(self.num_pieces))).decode("ascii")
+        parts = map(self._part, range(self.num_pieces))
+        return "".join(map(pybase64.b64encode_as_string, parts))
+
+    def _part(self, i: int) -> np.ndarray:
+        part = self._flat[i * self._step : (i + 1) * self._step]
+        return np.ascontiguousarray(part, self._dtype)
 
     def __reduce__(self) -> tuple:
         return str, (self.text(),)
