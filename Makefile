@@ -5,6 +5,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 RUN := .venv/bin/python
 TREE := build/sglang/python
+TESTS ?= test/unit test/e2e test/registered benchmark/routed_experts/tests
 
 include mk/*.mk
 
@@ -27,8 +28,8 @@ demo: installed ## a real server on the CPU: rows of three endpoints against tra
 
 # Tests run the built tree, so that `make branch` is all it takes to try an edit.
 .PHONY: test
-test: env branch ## all tests; make test ARGS='-k chunked -x' for some
-	@PYTHONPATH=$(TREE) $(RUN) -m pytest $(ARGS)
+test: env branch ## all tests; TESTS=test/e2e/test_main_job.py ARGS='-x -k stop' for some
+	@PYTHONPATH=$(TREE) $(RUN) -m pytest $(TESTS) $(ARGS)
 
 .PHONY: accuracy
 accuracy: env branch ## the registered test at the published scale: 28.6 million ids
