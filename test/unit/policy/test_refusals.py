@@ -85,11 +85,12 @@ CASES = [
     on("--enable-two-batch-overlap"),
     on("--enable-pdmux", chunked_prefill_size=-1, disable_overlap_schedule=True),
     Case("--dllm-algorithm", {"dllm_algorithm": "LowConfidence", "disable_radix_cache": True}),
-    *(
-        Case("--speculative-algorithm", {"speculative_algorithm": algorithm})
-        for algorithm in ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+    Case("--speculative-algorithm", later={"speculative_algorithm": "DFLASH"}),
+    Case(
+        "--speculative-eagle-topk",
+        later={"speculative_algorithm": "EAGLE", "page_size": 16, "speculative_eagle_topk": 4},
     ),
-    Case("--speculative-algorithm", later={"speculative_algorithm": "NGRAM"}),
+    Case("--enable-multi-layer-eagle", later={"enable_multi_layer_eagle": True}),
     *(
         Case("--moe-runner-backend", {"moe_runner_backend": backend})
         for backend in ("flashinfer_trtllm", "flashinfer_mxfp4", "triton_kernel")
