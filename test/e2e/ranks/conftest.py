@@ -85,12 +85,12 @@ def serve(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable:
 def texts(count: int, shortest: int, longest: int, seed: int) -> list[str]:
     rng = random.Random(seed)
     letters = "abcdefghijklmnop ."
-    return [
-        "".join(rng.choices(letters, k=rng.randint(shortest, longest))) for _ in range(count)
-    ]
+    return ["".join(rng.choices(letters, k=rng.randint(shortest, longest))) for _ in range(count)]
 
 
-def asks(count: int, *, seed: int, longest: int = 200, tokens: int = 12, **how: object) -> list[Ask]:
+def asks(
+    count: int, *, seed: int, longest: int = 200, tokens: int = 12, **how: object
+) -> list[Ask]:
     """Requests of uneven length, in and out."""
     rng = random.Random(seed)
     return [

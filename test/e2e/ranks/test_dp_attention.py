@@ -1,4 +1,4 @@
-"""DP attention: every rank's tokens are gathered for the sparse layers, and each rank must find its own."""
+"""DP attention: all ranks' tokens are gathered for the sparse layers; each must find its own."""
 
 from __future__ import annotations
 
@@ -53,9 +53,7 @@ def test_one_rank_is_idle(busy: int, ranks: Ranks, check: Check) -> None:
 @pytest.mark.parametrize("decoding", [0, 1])
 def test_a_long_prefill_beside_a_decoding_rank(decoding: int, ranks: Ranks, check: Check) -> None:
     short = [Ask(t, new_tokens=40, **to_rank(decoding)) for t in texts(5, 5, 20, 4 + decoding)]
-    long = [
-        Ask(t, new_tokens=3, **to_rank(1 - decoding)) for t in texts(2, 600, 900, 6 + decoding)
-    ]
+    long = [Ask(t, new_tokens=3, **to_rank(1 - decoding)) for t in texts(2, 600, 900, 6 + decoding)]
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(ranks.client.ask_all, short)
         answers = ranks.client.ask_all(long)
@@ -74,9 +72,7 @@ def test_prefix_hits(ranks: Ranks, check: Check) -> None:
 
 
 def test_more_requests_at_once_than_a_chunk_has_tokens(ranks: Ranks, check: Check) -> None:
-    crowd = [
-        Ask(t, new_tokens=MANY, **to_rank(i % 2)) for i, t in enumerate(texts(MANY, 1, 8, 10))
-    ]
+    crowd = [Ask(t, new_tokens=MANY, **to_rank(i % 2)) for i, t in enumerate(texts(MANY, 1, 8, 10))]
     answers = ranks.client.ask_all(crowd, at_once=MANY)
     batches = [line.split("#running-req: ")[1] for line in ranks.lines("Decode batch")]
     assert max(int(b.split(",")[0]) for b in batches) > CHUNK // 2

@@ -1,6 +1,7 @@
-"""Tokens scattered over the attention-TP group: DeepEP's path in the real engine, the dispatcher alone replaced.
+"""Tokens scattered over the attention-TP group: DeepEP's path in the real engine.
 
-Scatter and padding are the base's. Rows must be those of one process, which are transformers'.
+Only the dispatcher is replaced, and the experts' kernel: scatter and padding are the base's. Rows
+must be those of one process, which are transformers'.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def test_uneven_requests(endpoint: str, ranks: Ranks, check: Check) -> None:
 
 
 def test_one_token_on_two_ranks(ranks: Ranks, check: Check) -> None:
-    """Alone, a decode step has one token: one rank has it, the other has padding, and other DP ranks nothing."""
+    """A decode step of one token: the other rank has padding, another DP rank nothing."""
     check([ranks.client.ask(Ask(t, new_tokens=9)) for t in texts(2, 1, 40, 2)])
 
 

@@ -1,4 +1,4 @@
-"""Tensor and expert parallelism without DP attention: all ranks route the same tokens, one answers."""
+"""Tensor and expert parallelism alone: all ranks route the same tokens, one answers."""
 
 from __future__ import annotations
 

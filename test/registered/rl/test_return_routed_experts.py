@@ -2,13 +2,14 @@
 
 The server without overlap copies within each step: the baseline. Not one id may differ, on any of
 the three endpoints. Everywhere: a model of 48 layers, 128 experts, top-8, in float32, made on the
-spot, which transformers can judge. On hosts with two GPUs or more also the full model, with DP
-attention.
+spot, which transformers can judge. DP attention over two ranks: on the CPU with a smaller model, on
+hosts with two GPUs or more with the full one; with four and DeepEP, scattered over them as well.
 
     ROUTED_EXPERTS_IDS=9517440 python test/registered/rl/test_return_routed_experts.py    # the
     published scale
 """
 
+import importlib.util
 import itertools
 import os
 import random
@@ -18,6 +19,7 @@ import unittest
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
+from unittest import mock
 
 import torch
 from sglang.test.ci.ci_register import register_cuda_ci
@@ -31,7 +33,6 @@ from sglang.test.routed_experts.tiny_moe import Shape, make_model
 register_cuda_ci(est_time=900, suite="stage-b-test-2-gpu-large")
 
 IDS = int(os.environ.get("ROUTED_EXPERTS_IDS", "300000"))  # to compare at least, for each endpoint
-NEW_TOKENS = 100
 FULL_MODEL = "Qwen/Qwen3-30B-A3B"
 WORDS = ("each", "token", "is", "sent", "to", "few", "experts", "in", "every", "layer")
 
@@ -39,8 +40,12 @@ WORDS = ("each", "token", "is", "sent", "to", "few", "experts", "in", "every", "
 class Overlap:
     """The tests; a subclass has the model, and the flags beside those about overlap."""
 
-    tp: ClassVar[int]
+    ranks: ClassVar[str]  # as the verdicts name them
     flags: ClassVar[Sequence[str]]
+    environment: ClassVar[dict[str, str]] = {}
+    ids: ClassVar[int] = IDS
+    prompt_words: ClassVar[tuple[int, int]] = (4, 24)
+    new_tokens: ClassVar[int] = 100
     off: ClassVar[dict[str, list[Answer]]]
     on: ClassVar[dict[str, list[Answer]]]
     model: ClassVar[Path]
@@ -69,19 +74,38 @@ class Overlap:
     def _serve(cls, name: str, flags: Sequence[str]) -> dict[str, list[Answer]]:
         """Answers of a server with these flags to the same requests, for each endpoint."""
         log = Path(cls.scratch.name) / "server.log"
-        say(f"tp {cls.tp} {name}: starting the server")
+        say(f"{cls.ranks} {name}: starting the server")
         answers = {}
         gpu = torch.cuda.is_available()
-        with Server(cls.model, (FLAG, *flags), log=log, gpu=gpu, start_timeout=900) as server:
+        with (
+            mock.patch.dict(os.environ, cls.environment),
+            Server(cls.model, (FLAG, *flags), log=log, gpu=gpu, start_timeout=900) as server,
+        ):
             client = Client(server.url, cls.model)
             for endpoint in ENDPOINTS:
-                asks = list(requests_worth(IDS, endpoint, client))
+                asks = list(cls.requests(endpoint, client))
                 started = time.monotonic()
                 answers[endpoint] = client.ask_all(asks)
                 seconds = time.monotonic() - started
                 done = f"{endpoint} answered {len(asks)} requests in {seconds:.0f} s"
-                say(f"tp {cls.tp} {name}: {done}")
+                say(f"{cls.ranks} {name}: {done}")
         return answers
+
+    @classmethod
+    def requests(cls, endpoint: str, client: Client) -> Iterator[Ask]:
+        """Requests whose rows hold enough ids. Some start alike; none ends early."""
+        rng = random.Random(endpoint)
+        beginnings = [" ".join(rng.choices(WORDS, k=8)) for _ in range(4)]
+        ids = cls.ids
+        for number in itertools.count():
+            rest = " ".join(rng.choices(WORDS, k=rng.randint(*cls.prompt_words)))
+            text = f"{rng.choice(beginnings)} {number} {rest}"
+            yield Ask(text, endpoint, new_tokens=cls.new_tokens, sampling={"ignore_eos": True})
+            prompt = client.chat_prompt(text) if "chat" in endpoint else text
+            rows = len(client.tokenizer(prompt)["input_ids"]) + cls.new_tokens - 1
+            ids -= rows * client.layers * client.top_k
+            if ids <= 0:
+                return
 
     def compare(self, endpoint: str) -> None:
         tally = Tally()
@@ -90,11 +114,11 @@ class Overlap:
             self.assertEqual(len(off.rows), off.counted - 1)
             tally.add(on.rows, off.rows)
         self.judge(endpoint, tally)
-        self.assertGreaterEqual(tally.ids, IDS)
+        self.assertGreaterEqual(tally.ids, self.ids)
 
     def judge(self, what: str, tally: Tally) -> None:
         verdict = "FAIL" if tally.mismatches else "ok"
-        say(f"tp {self.tp} {what} ... {verdict}   {tally}")
+        say(f"{self.ranks} {what} ... {verdict}   {tally}")
         self.assertEqual(tally.mismatches, 0)
 
     def test_generate(self) -> None:
@@ -107,13 +131,8 @@ class Overlap:
         self.compare("/v1/completions")
 
 
-class TestAnyMachine(Overlap, unittest.TestCase):
-    tp = 1
-    flags = ()
-
-    @classmethod
-    def prepare(cls, scratch: Path) -> Path:
-        return make_model(scratch / "model", Shape(layers=48, experts=128, top_k=8))
+class AgainstTransformers(Overlap):
+    """With a model small enough for transformers on the CPU."""
 
     def test_transformers(self) -> None:
         router = TransformersRouter(self.model)
@@ -127,9 +146,34 @@ class TestAnyMachine(Overlap, unittest.TestCase):
             self.judge(f"{endpoint}, overlap on against transformers", on)
 
 
+class TestAnyMachine(AgainstTransformers, unittest.TestCase):
+    ranks = "tp 1"
+    flags = ()
+
+    @classmethod
+    def prepare(cls, scratch: Path) -> Path:
+        return make_model(scratch / "model", Shape(layers=48, experts=128, top_k=8))
+
+
+@unittest.skipIf(torch.cuda.is_available(), "with GPUs, the full model has the ranks")
+class TestTwoRanks(AgainstTransformers, unittest.TestCase):
+    """Two ranks on the CPU are slow at experts and at decoding: few of those, little of that."""
+
+    ranks = "tp 2 dp 2"
+    flags = ("--tp", "2", "--dp", "2", "--enable-dp-attention", "--chunked-prefill-size", "512")
+    environment: ClassVar[dict[str, str]] = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    ids = min(IDS, 700_000)
+    prompt_words = (4, 120)
+    new_tokens = 12
+
+    @classmethod
+    def prepare(cls, scratch: Path) -> Path:
+        return make_model(scratch / "model", Shape(layers=12, experts=16, top_k=8))
+
+
 @unittest.skipIf(torch.cuda.device_count() < 2, "the full model needs two GPUs")
 class TestFullModel(Overlap, unittest.TestCase):
-    tp = 2
+    ranks = "tp 2 dp 2, full model"
     # Batches differ from run to run: only kernels that do not care give one text and one routing.
     flags = ("--tp", "2", "--dp", "2", "--enable-dp-attention", "--enable-deterministic-inference",
              "--dtype", "bfloat16")  # fmt: skip
@@ -141,20 +185,14 @@ class TestFullModel(Overlap, unittest.TestCase):
         return Path(snapshot_download(os.environ.get("ROUTED_EXPERTS_MODEL", FULL_MODEL)))
 
 
-def requests_worth(ids: int, endpoint: str, client: Client) -> Iterator[Ask]:
-    """Requests whose rows hold at least `ids` ids. Some start alike; none ends early."""
-    rng = random.Random(endpoint)
-    beginnings = [" ".join(rng.choices(WORDS, k=8)) for _ in range(4)]
-    ends = {"ignore_eos": True}
-    for number in itertools.count():
-        rest = " ".join(rng.choices(WORDS, k=rng.randint(4, 24)))
-        text = f"{rng.choice(beginnings)} {number} {rest}"
-        yield Ask(text, endpoint, new_tokens=NEW_TOKENS, sampling=ends)
-        prompt = client.chat_prompt(text) if "chat" in endpoint else text
-        rows = len(client.tokenizer(prompt)["input_ids"]) + NEW_TOKENS - 1
-        ids -= rows * client.layers * client.top_k
-        if ids <= 0:
-            return
+@unittest.skipIf(
+    torch.cuda.device_count() < 4 or importlib.util.find_spec("deep_ep") is None,
+    "DeepEP, with two ranks of attention each, needs four GPUs",
+)
+class TestDeepEP(TestFullModel):
+    ranks = "tp 4 dp 2 deepep, full model"
+    flags = ("--tp", "4", "--dp", "2", "--enable-dp-attention", "--moe-a2a-backend", "deepep",
+             "--enable-deterministic-inference", "--dtype", "bfloat16")  # fmt: skip
 
 
 def say(line: str) -> None:

@@ -1,4 +1,4 @@
-"""Batches of every rank, padded by the base's own code; process groups are replaced by their numbers."""
+"""Batches of every rank, padded by the base's own code; of process groups only the numbers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
 
 import pytest
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
 from sglang.srt.layers import dp_attention
 from sglang.srt.model_executor import forward_batch_info
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 FIRST_SLOT = 1000
 
@@ -34,7 +35,7 @@ class PaddedBatch:
 
 @pytest.fixture
 def pad(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PaddedBatch]:
-    """`pad(tokens of each DP rank, rank)`: what `prepare_mlp_sync_batch` makes of that rank's batch."""
+    """`pad(tokens of each DP rank, rank)`: that rank's batch after `prepare_mlp_sync_batch`."""
 
     def run(
         counts: Sequence[int],
@@ -68,7 +69,7 @@ _RUNNER = SimpleNamespace(
 
 
 def _batch(own: int, counts: list[int], prefill: bool) -> ForwardBatch:
-    """One request a token where the rank decodes, one request in all where it prefills; idle without tokens."""
+    """A request a token where the rank decodes, one in all where it prefills, or idle."""
     requests = min(own, 1) if prefill else own
     mode = ForwardMode.IDLE if own == 0 else ForwardMode.EXTEND if prefill else ForwardMode.DECODE
     lengths = torch.full((requests,), 7, dtype=torch.int64)

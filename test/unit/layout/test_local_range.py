@@ -1,7 +1,7 @@
 """The table "whose rows are in the buffer", against batches that the base's own code has padded.
 
-A model of the base's gather says which token lies where; packing that buffer at the range must give every rank its
-own tokens, at their KV slots, and nothing of anybody else's.
+A model of the base's gather says which token lies where; packing that buffer at the range must give
+every rank its own tokens, at their KV slots, and nothing of anybody else's.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
 from sglang.srt.layers import dp_attention
 from sglang.srt.layers.moe.routed_experts import kernels
 from sglang.srt.layers.moe.routed_experts.layout import (
@@ -19,8 +21,6 @@ from sglang.srt.layers.moe.routed_experts.layout import (
     num_sparse_tokens,
     replayed_decode_graph,
 )
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
 from unit.layout.conftest import FIRST_SLOT, PaddedBatch
 
 Pad = Callable[..., PaddedBatch]
@@ -29,7 +29,7 @@ ID_OF_RANK, PADDING_ID = 100, 99  # token t of rank r is routed to expert 100 * 
 
 
 def gathered_ids(counts: Sequence[int], pad: Pad, **how: object) -> torch.Tensor:
-    """What the capture buffer holds, int32 [1, tokens, 1]: every rank's padded tokens where the base puts them."""
+    """The capture buffer, int32 [1, tokens, 1]: all ranks' tokens where the base puts them."""
     first = pad(counts, 0, **how)
     ids = torch.full((1, first.buffer_tokens, 1), PADDING_ID, dtype=torch.int32)
     for rank in range(len(counts)):
@@ -78,7 +78,7 @@ def test_both_padding_modes_are_among_the_cases(pad: Pad) -> None:
 @pytest.mark.parametrize("rank", [0, 1, 3])
 @pytest.mark.parametrize("tokens_per_request", [1, 4])
 def test_decode_graph_gathered(rank: int, tokens_per_request: int) -> None:
-    """Graphs pad every rank to the same number of tokens; with drafts that is not the number of requests."""
+    """Graphs pad every rank to one number of tokens; with drafts, not that of requests."""
     padded_requests, own_requests = 8, 3
     layout = RankLayout(dp_rank=rank, dp_size=4)
     batch = SimpleNamespace(
@@ -112,7 +112,7 @@ def test_scattered_is_never_sliced_by_dp(
         assert get_local_range(layout, batch, None) == (0, len(batch.out_cache_loc))
         share = num_sparse_tokens(layout, batch, None)
         assert share * group_size == len(batch.out_cache_loc) >= counts[rank]
-        # The base scatters with tensor_split: in equal, consecutive parts, or a share would be of another size.
+        # The base scatters with tensor_split: in equal, consecutive parts.
         assert {len(part) for part in batch.input_ids.tensor_split(group_size)} == {share}
 
 
@@ -140,7 +140,7 @@ def test_an_idle_rank_files_nothing(pad: Pad) -> None:
         (ForwardMode.TARGET_VERIFY, True, (8, 4), (8, 4)),
         (ForwardMode.IDLE, True, (8, 4), (8, 4)),
         (ForwardMode.DECODE, False, (8, 1), None),  # eager, beyond the largest graph
-        (ForwardMode.EXTEND, True, (8, 1), None),  # a piecewise graph; the decode runner's numbers are stale
+        (ForwardMode.EXTEND, True, (8, 1), None),  # a piecewise graph: the runner's are stale
         (ForwardMode.EXTEND, False, (8, 1), None),
         (ForwardMode.DECODE, True, None, None),  # no CUDA graphs at all
     ],

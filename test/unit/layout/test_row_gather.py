@@ -1,4 +1,4 @@
-"""Joining the shares of an attention-TP group: threads with a gloo group each, against packing the batch in one piece."""
+"""Joining shares over gloo, a thread a rank, against packing the batch in one piece."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+
 from sglang.srt.layers.moe.routed_experts import kernels
 from sglang.srt.layers.moe.routed_experts.gather import RowGather
 from sglang.srt.layers.moe.routed_experts.shape import RowShape
@@ -50,12 +51,12 @@ def pack_whole(ids: torch.Tensor, shape: RowShape) -> tuple[torch.Tensor, torch.
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("shape", [RowShape(3, 5, 256), RowShape(2, 7, 300)], ids=str)
 def test_shares_are_the_batch(ranks: int, shape: RowShape) -> None:
-    """Several steps of one gather: a share of one token, shares that fill it, sizes that are no multiple of 16."""
+    """Several steps: a share of one token, shares that fill it, sizes no multiple of 16."""
     steps = [7, 1, CAPACITY, 13]
     width = shape.top_k + 1  # a fused shared expert's column
     batches = [random_ids(shape, n * ranks, width) for n in steps]
     for ids in batches:
-        ids[:, ids.shape[1] // 2 + 1 :: 5, 0] = -1  # as the base marks padding, and as a fault would look
+        ids[:, ids.shape[1] // 2 + 1 :: 5, 0] = -1  # as the base marks padding
 
     def body(rank: int, group: Group) -> list:
         gather = RowGather(group, CAPACITY, shape, width, "cpu")

@@ -1,7 +1,7 @@
 """On PYTHONPATH of a server under test: `--moe-a2a-backend deepep` on the CPU engine.
 
-The dispatcher is replaced by one over gloo, and the experts by the CPU engine's, for DeepEP and DeepGEMM are CUDA
-libraries. Who has which tokens, and how they are padded, stays the base's own.
+The dispatcher is replaced by one over gloo, and the experts by the CPU engine's, for DeepEP and
+DeepGEMM are CUDA libraries. Who has which tokens, and how they are padded, stays the base's own.
 """
 
 import importlib.abc
@@ -18,7 +18,7 @@ def _replace_dispatcher(layer_module):
     from sglang.srt.distributed import get_tp_group
 
     class GlooDispatcher(BaseDispatcher):
-        """Every rank sees all tokens, runs its own experts on them, and the results are summed up."""
+        """Every rank sees all tokens and runs its own experts; the results are summed up."""
 
         def __init__(self, config):
             super().__init__()
@@ -55,7 +55,7 @@ def _replace_dispatcher(layer_module):
 
 
 def _use_the_engines_experts(ep_module):
-    # Where this is true, DeepEPMoE leaves its experts to FusedMoE, as it does for most quantizations.
+    # Where this is true, DeepEPMoE leaves its experts to FusedMoE.
     ep_module.DeepEPMoE.deprecate_flag = property(lambda self: True, lambda self, value: None)
 
 

@@ -1,11 +1,11 @@
-"""Rows of tokens that are scattered over the attention-TP group: every rank packs its own, one gather a step joins them.
+"""Rows of tokens that are scattered over the attention-TP group, joined by one gather a step.
 
-    each rank, forward stream:  capture buffer | pack own tokens -> own share | all-gather -> shares of the group
-    answering rank:             shares -> ring slot, in token order
+    each rank:       capture buffer | pack own tokens -> own share | all-gather -> all shares
+    answering rank:  shares -> ring slot, in token order           (all on the forward stream)
 
-The base scatters a batch in equal, consecutive parts (it pads to a multiple of the group's size), so shares laid one
-behind the other are the batch. Gathering packed rows, once a step, moves a quarter (or half) of the bytes of gathering
-ids, and takes one collective where one a layer would take as many as there are layers.
+The base scatters a batch in equal, consecutive parts (it pads to a multiple of the group's size),
+so shares laid one behind the other are the batch. Gathering packed rows, once a step, moves a
+quarter (or half) of the bytes of gathering ids, in one collective instead of one a layer.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _ALIGNMENT = 16  # bytes: what Triton assumes of the pointers of a variant that 
 
 
 class RowGather:
-    """Joins a step's rows from all ranks of an attention-TP group. Every rank must call `join` in the same steps.
+    """Joins a step's rows from all ranks of an attention-TP group.
 
-    Owns `_own` (written by pack, read by the collective) and `_shares` (written by the collective, read by `unpack`);
-    all of it on the forward stream.
+    Every rank must call `join` in the same steps. Owns `_own` (written by pack, read by the
+    collective) and `_shares` (written by the collective, read by `unpack`), on the forward stream.
     """
 
     def __init__(
@@ -77,10 +77,15 @@ class RowGather:
         """Lay out what `join` brought, in token order.
 
         Args:
-            rows: uint8 or uint16 [>= n, layers * top_k], contiguous; n tokens of the whole group are written.
+            rows: uint8 or uint16 [>= n, layers * top_k], contiguous; n tokens, of the whole group,
+                are written.
             status: uint8 [>= n].
         """
-        n, ranks, at = self._num_tokens, self._group.world_size, self._status_offset(self._num_tokens)
+        n, ranks, at = (
+            self._num_tokens,
+            self._group.world_size,
+            self._status_offset(self._num_tokens),
+        )
         shares = self._shares[: ranks * self._share_bytes(n)].view(ranks, -1)
         rows[: ranks * n].view(torch.uint8).view(ranks, -1).copy_(
             shares[:, : n * self._shape.row_bytes]

@@ -1,10 +1,13 @@
-"""Whose rows are in the capture buffer, and where this rank's begin. docs/rank_layouts.md says why, case by case."""
+"""Whose rows are in the capture buffer, and where this rank's begin.
+
+docs/rank_layouts.md says why, case by case.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Tuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -17,8 +20,8 @@ class RankLayout:
     """How the tokens of a forward lie at a sparse layer of this rank.
 
     dp_rank, dp_size: this rank's place in DP attention; (0, 1) without it.
-    scattered: sparse layers run on tokens scattered over the attention-TP group, so the buffer holds this rank's share
-        of its own batch; `RowGather` joins the shares.
+    scattered: sparse layers run on tokens scattered over the attention-TP group, so the buffer
+        holds this rank's share of its own batch; `RowGather` joins the shares.
     group_size: ranks of the attention-TP group.
     answers: this rank's scheduler sends answers; only such ranks keep rows.
     """
@@ -30,19 +33,19 @@ class RankLayout:
     answers: bool = True
 
     def buffer_tokens(self, tokens_of_a_rank: int) -> int:
-        """Tokens that the capture buffer needs room for, from the largest forward of one rank of DP attention."""
+        """Tokens that the capture buffer needs room for, if one DP rank has at most so many."""
         if self.gathered:
             return tokens_of_a_rank * self.dp_size
         return -(-tokens_of_a_rank // self.group_size) if self.scattered else tokens_of_a_rank
 
     @property
     def gathered(self) -> bool:
-        """The buffer holds every DP rank's tokens, to be sliced. Never where tokens are scattered."""
+        """The buffer holds every DP rank's tokens, to be sliced. Never where they are scattered."""
         return self.dp_size > 1 and not self.scattered
 
     @property
     def captures(self) -> bool:
-        """A rank that answers needs the ids; where tokens are scattered, its group's other ranks hold some of them."""
+        """A rank that answers needs the ids; of scattered tokens its group's others have some."""
         return self.answers or self.scattered
 
 
@@ -82,18 +85,19 @@ def sparse_layers_scatter() -> bool:
 def get_local_range(
     layout: RankLayout,
     forward_batch: ForwardBatch,
-    decode_graph: Tuple[int, int] | None,
-) -> Tuple[int, int]:
-    """This rank's tokens in the capture buffer as (first row, number of rows), from counts that the host has.
+    decode_graph: tuple[int, int] | None,
+) -> tuple[int, int]:
+    """This rank's tokens in the capture buffer: (first row, number of rows).
 
     Args:
         layout: this rank's.
         forward_batch: after its forward; padding tokens have KV slot 0.
-        decode_graph: (padded requests, tokens a request) of the CUDA graph that was replayed, None without one.
-            Piecewise graphs count as none: the decode runner's numbers are stale there.
+        decode_graph: (padded requests, tokens a request) of the CUDA graph that was replayed, None
+            without one. Piecewise graphs count as none: the runner's numbers are stale there.
 
-    In a graph every DP rank has the same padded number of tokens. Without one, `global_num_tokens_cpu` holds what each
-    rank was padded to (to a multiple of the attention-TP size, or to the longest rank).
+    From counts that the host has. In a graph every DP rank has the same padded number of tokens.
+    Without one, `global_num_tokens_cpu` holds what each rank was padded to (to a multiple of the
+    attention-TP size, or to the longest rank).
     """
     num_rows = forward_batch.out_cache_loc.shape[0]
     if not layout.gathered:
@@ -107,12 +111,12 @@ def get_local_range(
 def num_sparse_tokens(
     layout: RankLayout,
     forward_batch: ForwardBatch,
-    decode_graph: Tuple[int, int] | None,
+    decode_graph: tuple[int, int] | None,
 ) -> int:
-    """Tokens that a sparse layer of this rank ran on, padding included: so much of the buffer is this forward's.
+    """Tokens that a sparse layer of this rank ran on: so much of the buffer is this forward's.
 
-    Arguments as for `get_local_range`. The same on every rank of an attention-TP group: the base pads what it scatters
-    to a multiple of the group's size.
+    Padding included. Arguments as for `get_local_range`. The same on every rank of an attention-TP
+    group: the base pads what it scatters to a multiple of the group's size.
     """
     if layout.gathered and decode_graph is None:
         return sum(forward_batch.global_num_tokens_cpu)
@@ -124,8 +128,8 @@ def num_sparse_tokens(
 
 def replayed_decode_graph(
     model_runner: ModelRunner, forward_batch: ForwardBatch, can_run_graph: bool
-) -> Tuple[int, int] | None:
-    """(padded requests, tokens a request) if this forward replayed the decode runner's CUDA graph."""
+) -> tuple[int, int] | None:
+    """(padded requests, tokens a request) if this forward replayed a decode CUDA graph."""
     runner = model_runner.graph_runner
     if not can_run_graph or runner is None or not forward_batch.forward_mode.is_cuda_graph():
         return None

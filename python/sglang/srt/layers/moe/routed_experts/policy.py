@@ -140,7 +140,9 @@ REFUSALS = (
     ),
     Refusal(
         "--moe-a2a-backend",
-        lambda args: args.moe_a2a_backend not in ("none", "deepep", "mooncake", "nixl", "flashinfer"),
+        lambda args: (
+            args.moe_a2a_backend not in ("none", "deepep", "mooncake", "nixl", "flashinfer")
+        ),
         "rows have not been tested with this back end, which does not run on NVIDIA GPUs",
         "Use --moe-a2a-backend deepep, mooncake, nixl, flashinfer or none",
     ),
@@ -167,7 +169,9 @@ REFUSALS = (
     ),
     Refusal(
         "--speculative-algorithm",
-        lambda args: args.speculative_algorithm not in (None, "EAGLE", "EAGLE3", "STANDALONE", "NGRAM"),
+        lambda args: (
+            args.speculative_algorithm not in (None, "EAGLE", "EAGLE3", "STANDALONE", "NGRAM")
+        ),
         "rows have not been tested with this algorithm",
     ),
     Refusal(
@@ -208,8 +212,8 @@ REFUSALS = (
     ),
     Refusal(
         "--model-impl",
-        lambda args: args.model_impl.lower() in ("transformers", "mindspore"),
-        "the model's own code routes",
+        lambda args: args.model_impl.lower() == "mindspore",
+        "it routes outside of torch",
         "Use --model-impl sglang",
     ),
     Refusal(
