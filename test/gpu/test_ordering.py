@@ -3,8 +3,8 @@
 Real streams and kernels, no server. A "long kernel" (torch.cuda._sleep) delays one stream on purpose.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Callable, List
 
 import pytest
 import torch
@@ -59,13 +59,13 @@ class Pipeline:
                 first_slot, first_slot + num_tokens, device="cuda", dtype=torch.int32
             )
 
-    def answer(self, request: int, num_tokens: int) -> Callable[[], List[int]]:
+    def answer(self, request: int, num_tokens: int) -> Callable[[], list[int]]:
         """Collect as the scheduler does; the returned function waits and gives the distinct ids (-1: an error)."""
         req = SimpleNamespace(req_pool_idx=request, input_embeds=None)
         with torch.cuda.stream(self.schedule):
             block = self.collector._gather(req, self.pool, 0, num_tokens)
 
-        def result() -> List[int]:
+        def result() -> list[int]:
             torch.cuda.synchronize()
             return [-1] if int(block.header[1]) else sorted(set(block.rows.tolist()))
 
@@ -76,7 +76,7 @@ class Pipeline:
             torch.cuda._sleep(LONG)
 
 
-def ring_slot(p: Pipeline) -> List[int]:
+def ring_slot(p: Pipeline) -> list[int]:
     """The side stream is slow; later steps must not pack over a ring slot that is still being filed."""
     p.give(0, 100, MANY)
     torch.cuda.synchronize()
@@ -88,7 +88,7 @@ def ring_slot(p: Pipeline) -> List[int]:
     return p.answer(0, MANY)()
 
 
-def file_before_read(p: Pipeline) -> List[int]:
+def file_before_read(p: Pipeline) -> list[int]:
     """The side stream is slow; an answer must not be read from the store before its step was filed."""
     p.give(0, 100, MANY)
     p.run(3, 100, MANY)
@@ -98,7 +98,7 @@ def file_before_read(p: Pipeline) -> List[int]:
     return p.answer(0, MANY)()
 
 
-def slots_before_collect(p: Pipeline) -> List[int]:
+def slots_before_collect(p: Pipeline) -> list[int]:
     """The schedule stream is slow; slot ids must have been copied before they are followed."""
     p.run(7, 100, MANY)
     p.collector.step_processed(p.run(3, 2000, MANY))
@@ -111,7 +111,7 @@ def slots_before_collect(p: Pipeline) -> List[int]:
     return rows()
 
 
-def collect_before_next_filing(p: Pipeline) -> List[int]:
+def collect_before_next_filing(p: Pipeline) -> list[int]:
     """The collect stream is slow; the freed slots are filed over by the next step only after it."""
     p.give(0, 100, MANY)
     p.collector.step_processed(p.run(7, 100, MANY))
@@ -122,7 +122,7 @@ def collect_before_next_filing(p: Pipeline) -> List[int]:
     return rows()
 
 
-def collect_before_next_filing_at_once(p: Pipeline) -> List[int]:
+def collect_before_next_filing_at_once(p: Pipeline) -> list[int]:
     """The same for a decode step, which is filed on the forward stream."""
     p.give(0, 100, FEW)
     p.collector.step_processed(p.run(7, 100, FEW))
@@ -133,7 +133,7 @@ def collect_before_next_filing_at_once(p: Pipeline) -> List[int]:
     return rows()
 
 
-def side_before_at_once(p: Pipeline) -> List[int]:
+def side_before_at_once(p: Pipeline) -> list[int]:
     """The side stream is slow; a decode step that reuses a prefill's slots must be filed after it, not before."""
     p.give(0, 100, FEW)
     torch.cuda.synchronize()
@@ -144,7 +144,7 @@ def side_before_at_once(p: Pipeline) -> List[int]:
     return p.answer(0, FEW)()
 
 
-def pack_before_file(p: Pipeline) -> List[int]:
+def pack_before_file(p: Pipeline) -> list[int]:
     """The forward is slow; the side stream must not file a ring slot before it was packed."""
     p.give(0, 100, MANY)
     torch.cuda.synchronize()

@@ -24,11 +24,7 @@ import torch
 from sglang.test.routed_experts.tiny_moe import Shape, make_model
 
 HERE = Path(__file__).parent
-COMMON = (
-    "--dtype float16 --attention-backend triton --sampling-backend pytorch --grammar-backend none "
-    "--skip-tokenizer-init --host 127.0.0.1 --enable-return-routed-experts --mem-fraction-static 0.8 "
-    "--cuda-graph-max-bs 64 --trust-remote-code --watchdog-timeout 60"
-).split()
+COMMON = ["--dtype", "float16", "--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none", "--skip-tokenizer-init", "--host", "127.0.0.1", "--enable-return-routed-experts", "--mem-fraction-static", "0.8", "--cuda-graph-max-bs", "64", "--trust-remote-code", "--watchdog-timeout", "60"]
 CONFIGURATIONS = {
     "default": "--max-running-requests 64 --max-total-tokens 200000",
     "overlap-off": "--disable-overlap-schedule --max-running-requests 64 --max-total-tokens 200000",

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from sglang.srt.layers.moe.topk import TopK, TopKOutputFormat
+from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 from torch import nn
 
 from sglang.srt.layers.moe.routed_experts import capture
 from sglang.srt.layers.moe.routed_experts.policy import RowShape
-from sglang.srt.layers.moe.topk import TopK, TopKOutputFormat
-from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
 SHAPE = RowShape(num_layers=3, top_k=2, num_experts=8)
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, List, Optional, Set, Tuple
+from typing import TYPE_CHECKING
 
 from sglang.srt.layers.dp_attention import get_attention_tp_group
+
 from sglang.srt.layers.moe.routed_experts import capture, layout, policy
 from sglang.srt.layers.moe.routed_experts.capture import (  # noqa: F401
     capture_topk_ids,
@@ -46,7 +47,7 @@ class RoutedExpertsOutput:
     None if they were filed on the forward stream: then the result's `copy_done`, recorded there later, covers them.
     """
 
-    filed: Optional[Event]
+    filed: Event | None
 
 
 class RoutedExpertsCapturer:
@@ -57,7 +58,7 @@ class RoutedExpertsCapturer:
 
     def on_forward_end(
         self, model_runner: ModelRunner, forward_batch: ForwardBatch, can_run_graph: bool
-    ) -> Optional[RoutedExpertsOutput]:
+    ) -> RoutedExpertsOutput | None:
         """On the forward stream, after each forward of this model runner."""
         return None
 
@@ -83,9 +84,7 @@ class RoutedExpertsCapturer:
         ):
             return RoutedExpertsCapturer()
         rank = layout.rank_layout(model_runner.server_args)
-        capturer = (
-            _TargetCapturer(model_runner, rank) if rank.captures else RoutedExpertsCapturer()
-        )
+        capturer = _TargetCapturer(model_runner, rank) if rank.captures else RoutedExpertsCapturer()
         set_global_experts_capturer(capturer)
         return capturer
 
@@ -105,7 +104,7 @@ class _TargetCapturer(RoutedExpertsCapturer):
             max(capture.buffer_width(model_runner.model), self._shape.top_k),
             model_runner.device,
         )
-        self._layers: List[capture.LayerCapture] = capture.bind_layers(
+        self._layers: list[capture.LayerCapture] = capture.bind_layers(
             model_runner.model,
             self._shape,
             self._buffer,
@@ -114,8 +113,8 @@ class _TargetCapturer(RoutedExpertsCapturer):
         width = self._buffer.ids.shape[2]
         self._most_rows = per_rank
         self._all_reached = False
-        self._logged: Set[str] = set()
-        self._gather: Optional[RowGather] = None
+        self._logged: set[str] = set()
+        self._gather: RowGather | None = None
         if rank.scattered and rank.group_size > 1:
             self._gather = RowGather(
                 get_attention_tp_group(),
@@ -124,8 +123,8 @@ class _TargetCapturer(RoutedExpertsCapturer):
                 width,
                 model_runner.device,
             )
-        self._filer: Optional[RowFiler] = None
-        self._collector: Optional[RowCollector] = None
+        self._filer: RowFiler | None = None
+        self._collector: RowCollector | None = None
         if rank.answers:
             self._filer = RowFiler(
                 per_rank, self._shape, model_runner.device, width, self._waits_in_place
@@ -148,7 +147,7 @@ class _TargetCapturer(RoutedExpertsCapturer):
 
     def on_forward_end(
         self, model_runner: ModelRunner, forward_batch: ForwardBatch, can_run_graph: bool
-    ) -> Optional[RoutedExpertsOutput]:
+    ) -> RoutedExpertsOutput | None:
         cache_loc = forward_batch.out_cache_loc
         if cache_loc is None:
             return None
@@ -172,8 +171,8 @@ class _TargetCapturer(RoutedExpertsCapturer):
         return RoutedExpertsOutput(filed)
 
     def _get_local_range(
-        self, forward_batch: ForwardBatch, graph: Optional[Tuple[int, int]]
-    ) -> Tuple[int, int]:
+        self, forward_batch: ForwardBatch, graph: tuple[int, int] | None
+    ) -> tuple[int, int]:
         return layout.get_local_range(self._rank, forward_batch, graph)
 
     def _fits(self, num_rows: int, num_tokens: int) -> bool:
@@ -185,7 +184,7 @@ class _TargetCapturer(RoutedExpertsCapturer):
             f"there is room for, {self._most_rows} and {self._buffer.capacity}"
         )
 
-    def _is_captured(self, num_tokens: Optional[int]) -> bool:
+    def _is_captured(self, num_tokens: int | None) -> bool:
         """Whether every layer's routing has passed the capture: of just `num_tokens` tokens, unless a graph ran."""
         if num_tokens is None and self._all_reached:
             return True
@@ -203,7 +202,9 @@ class _TargetCapturer(RoutedExpertsCapturer):
     def _complain(self, problem: str) -> bool:
         if problem not in self._logged and len(self._logged) < MOST_PROBLEMS_LOGGED:
             self._logged.add(problem)
-            logger.error(f"Routed experts: {problem}; requests that ask for these rows get an error")
+            logger.error(
+                f"Routed experts: {problem}; requests that ask for these rows get an error"
+            )
         return False
 
     def on_result(self, result: GenerationBatchResult) -> None:

@@ -2,14 +2,14 @@
 
     top-k kernel -> CaptureBuffer.ids[layer, token, column]
 
-A top-k module is bound by hanging a `LayerCapture` on its `TopKConfig`, which the base hands to every routing function.
+A top-k module is bound by hanging a `LayerCapture` on its `TopKConfig`, which the base hands to every routing function;
+a block that routes without TopK, and hands over its ids by itself, by hanging it on the block.
 A draft model's modules are never bound, so they cannot write, whatever their layer ids are.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Dict, List, Optional
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch import nn
 from sglang.srt.layers.moe.routed_experts.policy import RowShape
 
 _ATTRIBUTE = "routed_experts_capture"
+_OWN_ROUTING = "captures_its_own_routing"  # set by seams in model files
 _LAYER_IN_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|$)")
 
 
@@ -30,7 +31,9 @@ class CaptureBuffer:
 
     def __init__(self, shape: RowShape, capacity: int, width: int, device: str) -> None:
         self.capacity = capacity
-        self.ids = torch.zeros((shape.num_layers, capacity, width), dtype=torch.int32, device=device)
+        self.ids = torch.zeros(
+            (shape.num_layers, capacity, width), dtype=torch.int32, device=device
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -51,7 +54,7 @@ class LayerCapture:
     def reached(self) -> bool:
         return self.num_tokens > 0
 
-    def output(self, num_tokens: int, top_k: int) -> Optional[torch.Tensor]:
+    def output(self, num_tokens: int, top_k: int) -> torch.Tensor | None:
         """Where a kernel may write its ids: int32 [num_tokens, top_k], or None if they must be copied instead.
 
         None too for more tokens than the buffer holds: a direct write would run into the next layer.
@@ -79,14 +82,17 @@ class LayerCapture:
         self._rows[:num_tokens, :columns].copy_(topk_ids)
 
 
-def capture_topk_ids(topk_config: object, topk_ids: torch.Tensor) -> None:
-    """Seam in the base's routing, before logical ids become physical ones. Does nothing for unbound modules."""
-    layer = getattr(topk_config, _ATTRIBUTE, None)
+def capture_topk_ids(router: object, topk_ids: torch.Tensor) -> None:
+    """Seam in the base's routing, before logical ids become physical ones. Does nothing for unbound modules.
+
+    router: a TopK's config, or the block that routes without one.
+    """
+    layer = getattr(router, _ATTRIBUTE, None)
     if layer is not None:
         layer.write(topk_ids)
 
 
-def direct_topk_output(topk_config: object, router_logits: torch.Tensor) -> Dict[str, torch.Tensor]:
+def direct_topk_output(topk_config: object, router_logits: torch.Tensor) -> dict[str, torch.Tensor]:
     """Keyword arguments that let a kernel write its ids into the capture buffer, or none of them.
 
     Not while a graph is traced (piecewise CUDA graphs): there the ids are copied, inside the traced graph.
@@ -98,7 +104,7 @@ def direct_topk_output(topk_config: object, router_logits: torch.Tensor) -> Dict
     return {} if out is None else {"topk_ids_out": out}
 
 
-def layer_index(name: str, layer_id: Optional[int]) -> Optional[int]:
+def layer_index(name: str, layer_id: int | None) -> int | None:
     """A module's decoder layer: what it says itself, else the number in its name (Granite-MoE's top-k says nothing)."""
     if layer_id is not None:
         return layer_id
@@ -106,10 +112,14 @@ def layer_index(name: str, layer_id: Optional[int]) -> Optional[int]:
     return int(found.group(1)) if found else None
 
 
-def find_topk_modules(model: nn.Module) -> Dict[str, nn.Module]:
+def find_topk_modules(model: nn.Module) -> dict[str, nn.Module]:
     from sglang.srt.layers.moe.topk import TopK
 
     return {name: module for name, module in model.named_modules() if isinstance(module, TopK)}
+
+
+def find_own_routers(model: nn.Module) -> dict[str, nn.Module]:
+    return {n: m for n, m in model.named_modules() if getattr(m, _OWN_ROUTING, False)}
 
 
 def buffer_width(model: nn.Module) -> int:
@@ -119,15 +129,16 @@ def buffer_width(model: nn.Module) -> int:
 
 def bind_layers(
     model: nn.Module, shape: RowShape, buffer: CaptureBuffer, direct: bool
-) -> List[LayerCapture]:
-    """Bind every top-k module of the target model to its layer.
+) -> list[LayerCapture]:
+    """Bind everything that routes in the target model to its layer.
 
     Raises:
         ValueError: naming the MoE layers whose routing never reaches the capture, and why.
     """
-    bound: Dict[int, LayerCapture] = {}
-    problems: List[str] = []
-    for name, module in find_topk_modules(model).items():
+    bound: dict[int, LayerCapture] = {}
+    problems: list[str] = []
+    own_routers = find_own_routers(model)
+    for name, module in (find_topk_modules(model) | own_routers).items():
         layer = layer_index(name, getattr(module, "layer_id", None))
         problem = _why_not_captured(module, layer, shape)
         if problem is None and layer in bound:
@@ -136,28 +147,40 @@ def bind_layers(
             problems.append(f"{name}: {problem}")
             continue
         bound[layer] = LayerCapture(layer, name, buffer, direct)
-        setattr(module.topk_config, _ATTRIBUTE, bound[layer])
+        setattr(getattr(module, "topk_config", module), _ATTRIBUTE, bound[layer])
+    missed = {
+        name: layer
+        for name, layer in _expert_layers(model).items()
+        if name.rpartition(".")[0] not in own_routers
+    }
+    if not bound and not missed:
+        missed = _layers_named_like_experts(model)
     problems += [
         f"{name}: its routing does not go through TopK"
-        for name, layer in _expert_layers(model).items()
+        for name, layer in missed.items()
         if layer not in bound
     ]
     if problems or not bound:
         raise ValueError(
-            "--enable-return-routed-experts cannot capture the routing of these MoE layers; start without the flag, "
-            "or with another --moe-runner-backend: " + ("; ".join(problems) or "the model has no TopK")
+            "--enable-return-routed-experts cannot capture the routing of these MoE layers; start without the flag, or "
+            "with another --moe-runner-backend or --model-impl: "
+            + ("; ".join(problems) or f"{type(model).__name__} has no TopK")
         )
     return list(bound.values())
 
 
-def _why_not_captured(module: nn.Module, layer: Optional[int], shape: RowShape) -> Optional[str]:
-    from sglang.srt.layers.moe import get_moe_runner_backend
+def _why_not_captured(module: nn.Module, layer: int | None, shape: RowShape) -> str | None:
     from sglang.srt.layers.moe.topk import TopKOutputFormat
+
+    from sglang.srt.layers.moe import get_moe_runner_backend
 
     if layer is None:
         return "no layer id"
     if not 0 <= layer < shape.num_layers:
         return f"layer {layer} is outside the model's {shape.num_layers} layers"
+    if getattr(module, _OWN_ROUTING, False):
+        fits = module.top_k == shape.top_k
+        return None if fits else f"top-k {module.top_k} where the config says {shape.top_k}"
     config = module.topk_config
     if config.top_k - config.num_fused_shared_experts != shape.top_k:
         return f"top-k {config.top_k - config.num_fused_shared_experts} where the config says {shape.top_k}"
@@ -165,16 +188,14 @@ def _why_not_captured(module: nn.Module, layer: Optional[int], shape: RowShape) 
     output_format = config.output_format
     if output_format is None and backend.is_triton_kernels():
         output_format = TopKOutputFormat.TRITON_KERNEL
-    if output_format is None and (
-        backend.is_flashinfer_trtllm() or backend.is_flashinfer_mxfp4()
-    ):
+    if output_format is None and (backend.is_flashinfer_trtllm() or backend.is_flashinfer_mxfp4()):
         output_format = TopKOutputFormat.BYPASSED
     if output_format not in (None, TopKOutputFormat.STANDARD):
         return f"top-k format {output_format.name} (the MoE kernel routes by itself)"
     return None
 
 
-def _expert_layers(model: nn.Module) -> Dict[str, Optional[int]]:
+def _expert_layers(model: nn.Module) -> dict[str, int | None]:
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     return {
@@ -182,3 +203,9 @@ def _expert_layers(model: nn.Module) -> Dict[str, Optional[int]]:
         for name, module in model.named_modules()
         if isinstance(module, FusedMoE)
     }
+
+
+def _layers_named_like_experts(model: nn.Module) -> dict[str, int]:
+    """For the message only: what a model that keeps nothing of SGLang's in its layers calls its MoE blocks."""
+    names = [name for name, _ in model.named_modules() if _LAYER_IN_NAME.search(name)]
+    return {n: layer_index(n, None) for n in names if re.search(r"(moe|experts)$", n)}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -39,7 +39,7 @@ class EarnedRows:
     Written once by the collect kernel; read when the request is retracted again or finishes. Freed with the request.
     """
 
-    block: "RowsBlock | PrivateBlock"
+    block: RowsBlock | PrivateBlock
     start: int
     count: int
 
@@ -57,7 +57,7 @@ class RowCollector:
     """Serves the scheduler of one answering rank. Used by its thread alone."""
 
     def __init__(
-        self, filer: RowFiler, shape: RowShape, device: str, arena: Optional[RowsArena]
+        self, filer: RowFiler, shape: RowShape, device: str, arena: RowsArena | None
     ) -> None:
         self._filer = filer
         self._shape = shape
@@ -67,7 +67,7 @@ class RowCollector:
         self._slots_ready = new_event(device)
         self._collected = new_event(device)
         self._one = torch.ones(1, dtype=torch.int32, device=device)
-        self._filed: Optional[Event] = None
+        self._filed: Event | None = None
         self._warned = False
         with self._stream:  # compile now, not when the first request finishes
             slots = torch.zeros(1, dtype=torch.int32, device=device)
@@ -116,7 +116,7 @@ class RowCollector:
         row_bytes = self._shape.row_bytes
         block = self._new_block((end - start) * row_bytes)
         rows = block.rows.view(-1, row_bytes)
-        earned: Optional[EarnedRows] = getattr(req, "routed_experts_earned", None)
+        earned: EarnedRows | None = getattr(req, "routed_experts_earned", None)
         kept = min(earned.count, end - start) if earned is not None else 0
         slots = pool.req_to_token[req.req_pool_idx, start + kept : end].clone()
         self._slots_ready.record()
@@ -136,13 +136,13 @@ class RowCollector:
         return block
 
     def _launch(
-        self, slots: torch.Tensor, rows: torch.Tensor, block: "RowsBlock | PrivateBlock"
+        self, slots: torch.Tensor, rows: torch.Tensor, block: RowsBlock | PrivateBlock
     ) -> None:
         store = self._filer.store
         kernels.collect(store.units, store.status, slots, kernels.as_units(rows), block.header)
         kernels.mark_ready(block.header, self._one)
 
-    def _new_block(self, num_bytes: int) -> "RowsBlock | PrivateBlock":
+    def _new_block(self, num_bytes: int) -> RowsBlock | PrivateBlock:
         block = self._arena.allocate(num_bytes) if self._arena is not None else None
         if block is not None:
             return block

@@ -10,8 +10,6 @@ Collect looks for rows that are not FILED, and the answer then carries an error 
 
 from __future__ import annotations
 
-from typing import Optional
-
 import torch
 import triton
 
@@ -105,7 +103,7 @@ def file(
     num_tokens: int,
     store: torch.Tensor,
     store_status: torch.Tensor,
-    stream: Optional[torch.cuda.Stream] = None,
+    stream: torch.cuda.Stream | None = None,
 ) -> None:
     """Put packed rows where their KV slots say.
 
@@ -135,7 +133,7 @@ def launch_file(
     num_tokens: int,
     store: torch.Tensor,
     store_status: torch.Tensor,
-    stream: Optional[torch.cuda.Stream] = None,
+    stream: torch.cuda.Stream | None = None,
 ) -> None:
     """The Triton side of `file`."""
     num_slots, units = store.shape

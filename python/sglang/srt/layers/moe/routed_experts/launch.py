@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, Dict, Optional, Tuple
+from typing import Any
 
 import torch
 
@@ -20,15 +20,15 @@ class Launcher:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        self._variants: Dict[Tuple, Any] = {}
+        self._variants: dict[tuple, Any] = {}
 
     def __call__(
         self,
         programs: int,
-        arguments: Tuple,
-        constants: Tuple,
+        arguments: tuple,
+        constants: tuple,
         num_warps: int,
-        stream: Optional[torch.cuda.Stream] = None,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
         """Launch on `stream`, or on the current one. The first call of a variant compiles it."""
         compiled = self._variants.get(constants)

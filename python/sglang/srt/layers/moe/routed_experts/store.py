@@ -21,7 +21,6 @@ import logging
 import mmap
 import weakref
 from dataclasses import dataclass
-from typing import List, Optional
 
 import psutil
 import torch
@@ -100,7 +99,7 @@ class RowFiler:
         capacity: int,
         shape: RowShape,
         device: str,
-        width: Optional[int] = None,
+        width: int | None = None,
         waits_in_place: bool = False,
     ) -> None:
         """
@@ -114,14 +113,14 @@ class RowFiler:
         self._width = width or shape.top_k
         self._device = device
         self._stream = SideStream(device)
-        self._ring: List[RingSlot] = [self._new_slot(capacity) for _ in range(RING_SLOTS)]
+        self._ring: list[RingSlot] = [self._new_slot(capacity) for _ in range(RING_SLOTS)]
         self.capacity = capacity
         self._step = 0
-        self._last_collect: Optional[Event] = None
-        self._side_filed: Optional[Event] = None
+        self._last_collect: Event | None = None
+        self._side_filed: Event | None = None
         self._filed_at_once = new_event(device)
         self.last_filed: Event = self._filed_at_once
-        self.store: Optional[HostStore] = None
+        self.store: HostStore | None = None
 
     def _new_slot(self, capacity: int) -> RingSlot:
         columns = self._shape.num_layers * self._shape.top_k
@@ -157,7 +156,7 @@ class RowFiler:
 
     def file_step(
         self, buffer: torch.Tensor, first_row: int, cache_loc: torch.Tensor
-    ) -> Optional[Event]:
+    ) -> Event | None:
         """Take over one step's rows, behind what the current stream has been given so far.
 
         Args:
@@ -186,7 +185,7 @@ class RowFiler:
 
     def _file_at_once(
         self, buffer: torch.Tensor, first_row: int, cache_loc: torch.Tensor
-    ) -> Optional[Event]:
+    ) -> Event | None:
         for event in (self._last_collect, self._side_filed):
             if event is not None:
                 current_stream_waits(event)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import ContextManager, Optional, Union
+from typing import ContextManager, Union
 
 import torch
 
@@ -25,11 +25,11 @@ class SideStream:
     """A stream of ours beside the base's forward and schedule streams; in order with the host on the CPU engine."""
 
     def __init__(self, device: str) -> None:
-        self.stream: Optional[torch.cuda.Stream] = (
+        self.stream: torch.cuda.Stream | None = (
             torch.cuda.Stream() if device == "cuda" else None
         )
 
-    def __enter__(self) -> "SideStream":
+    def __enter__(self) -> SideStream:
         self._context: ContextManager = (
             nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
         )
