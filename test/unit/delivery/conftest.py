@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
@@ -50,14 +50,13 @@ def serve(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable:
 
     @contextmanager
     def start(*flags: str, asked: bool = True, **environment: str) -> Iterator:
-        before = {name: os.environ.get(name) for name in environment}
-        os.environ.update(environment)
         flags = (*((FLAG,) if asked else ()), "--max-total-tokens", "16384", *flags)
-        try:
-            with Server(model, flags, log=tmp_path_factory.mktemp("server") / "log") as server:
-                yield server, Client(server.url, model)
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name) if value is None else os.environ.update({name: value})
+        server = Server(model, flags, log=tmp_path_factory.mktemp("server") / "log")
+        with ExitStack() as running:
+            with pytest.MonkeyPatch.context() as patch:  # for this server, not for later ones
+                for name, value in environment.items():
+                    patch.setenv(name, value)
+                running.enter_context(server)
+            yield server, Client(server.url, model)
 
     return start
