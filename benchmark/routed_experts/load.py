@@ -171,12 +171,14 @@ def parse(line: bytes) -> dict:
 
 
 def row_problems(last: dict[int, dict], model: Model, request: Request) -> list[str]:
-    """Whether every answer has exactly the rows that it should.
+    """Whether every answer has exactly the rows that it should, and ran undisturbed.
 
     Values are looked at for the first request alone.
     """
     problems = []
     for index, meta in last.items():
+        if meta.get("total_retractions"):
+            problems.append(f"request {index} was retracted: the KV pool is too small")
         text = meta.get("routed_experts")
         if request.asked == "no":
             if text is not None:

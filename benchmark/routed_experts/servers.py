@@ -179,7 +179,7 @@ class Server:
         for name in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(self._process.pid, name)
-                self._process.wait(timeout=5)
+                self._process.wait(timeout=2)
             except subprocess.TimeoutExpired:
                 continue
             except ProcessLookupError:

@@ -48,6 +48,7 @@ class Serving:
         ]
         self._fleet = Fleet(self._setup)
         scheduler_time.clear(self._setup.times)
+        self._startup = min(150.0, arguments.startup)  # seconds that a start will take
         self._seconds: dict[tuple[Engine, str, Case], float] = {}
 
     def run(self) -> bool:
@@ -77,15 +78,14 @@ class Serving:
         if not todo and not stalls:
             print(f"{name}: nothing left to measure", flush=True)
             return
-        startup = self._arguments.startup
-        self._need(startup, f"starting the servers of {name}")
-        servers = self._fleet.require(session.engines, time.monotonic() + startup)
+        self._need(self._startup, f"starting the servers of {name}")
+        servers = self._start(session)
         asyncio.run(self._warm_up(session, servers))
         if stalls:
             self._need(45 * len(stalls), "stalls")
             lengths = [tokens // self._arguments.shorten for tokens in stall.PROMPT_TOKENS]
             stall.measure_stalls(servers, session.asked, self._setup.model, self._results, lengths)
-            servers = self._fleet.require(session.engines, time.monotonic() + startup)
+            servers = self._start(session)  # again, if one has died
         for case, turn in todo:
             self._run_round(name, session, case, turn, servers)
         for engine, server in servers.items():
@@ -95,6 +95,13 @@ class Serving:
                     profile_decode(server, self._setup, self._results)
                 except (load.LoadError, TraceError) as error:
                     print(f"no profile of {engine}: {error}", file=sys.stderr, flush=True)
+
+    def _start(self, session: Session) -> dict[Engine, Server]:
+        begin = time.monotonic()
+        limit = min(begin + self._arguments.startup, self._deadline)
+        servers = self._fleet.require(session.engines, limit)
+        self._startup = max(60.0, 1.2 * (time.monotonic() - begin))
+        return servers
 
     def _missing_rounds(self, name: str, session: Session) -> list[tuple[Case, int]]:
         """(case, turn) of what is left to run; by turns, so that no case waits for another."""
