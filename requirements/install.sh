@@ -14,7 +14,8 @@ find_python() {
   for candidate in "${PYTHON:-python3}" python3.12 python3.11 python3.10; do
     if usable "$candidate"; then echo "$candidate"; return; fi
   done
-  fail "Python 3.10, 3.11 or 3.12 is needed; ${PYTHON:-python3} is $("${PYTHON:-python3}" --version 2>&1 || true)." \
+  found=$("${PYTHON:-python3}" --version 2>/dev/null) || found="not there"
+  fail "Python 3.10, 3.11 or 3.12 is needed; ${PYTHON:-python3} is $found." \
     "Install one of them and name it: make PYTHON=/path/to/python3.11 ..."
 }
 
@@ -37,7 +38,7 @@ if ! usable "$venv/bin/python"; then
     fail "'$python -m venv' failed. On Debian and Ubuntu: apt install python3-venv"
 fi
 network="If the package index cannot be reached: check the network; for a mirror set PIP_INDEX_URL; behind a proxy set HTTPS_PROXY."
-echo "make env: installing $(grep -c == requirements/cpu.txt) packages into $venv with $("$venv/bin/python" --version), about 3.9 GB to fetch"
+echo "make env: installing $(grep -c == requirements/cpu.txt) packages into $venv with $("$venv/bin/python" --version), about 3.8 GB to fetch"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/uv.txt ||
   fail "the installer could not be installed." "$network"
 # uv does not read pip's settings.

@@ -132,7 +132,7 @@ def test_clients_that_leave(client: Client, check) -> None:
     check(client.ask_all([Ask(f"{i} stays. {TEXT}", new_tokens=30) for i in range(16)]))
 
 
-@pytest.mark.served(FLAG, "--max-total-tokens", "1200", "--disable-radix-cache")
+@pytest.mark.served(FLAG, "--max-total-tokens", "1200", "--schedule-conservativeness", "0.05")
 def test_retraction(client: Client, check) -> None:
     """More text than KV slots: some requests lose theirs and are computed again."""
     asks = [Ask(f"{i} wants room", new_tokens=260, sampling={"ignore_eos": True}) for i in range(8)]
