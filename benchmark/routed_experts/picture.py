@@ -111,7 +111,7 @@ def _stalls(ax: Axes, data: Data) -> bool:
     order = [
         (engine, asked)
         for engine in ("peer", "ours")
-        for asked in ("int32", "auto")
+        for asked in ("int32", "auto", "no")
         if any((e["engine"], e["asked"]) == (engine, asked) for e in entries)
     ]
     if not order:
@@ -120,19 +120,21 @@ def _stalls(ax: Axes, data: Data) -> bool:
     ticks = []
     for place, (engine, asked) in enumerate(order):
         for shift, size in zip((-0.19, 0.19), sizes):
-            gaps = next(
+            entry = next(
                 (
-                    e["longest_gap_ms"]
+                    e
                     for e in entries
                     if (e["engine"], e["asked"], e["prompt_tokens"]) == (engine, asked, size)
                 ),
-                [],
+                None,
             )
-            if gaps:
+            if entry:
+                gaps, quiet = entry["longest_gap_ms"], middle(entry["quiet_gap_ms"])
                 x = place + shift
                 long = size == sizes[-1]
                 ax.bar(x, middle(gaps), 0.34, color=COLOURS[engine], alpha=0.45 if long else 0.2)
                 ax.plot([x] * len(gaps), gaps, "o", ms=4, color=COLOURS[engine], mew=0)
+                ax.plot([x - 0.17, x + 0.17], [quiet, quiet], color=_TEXT, lw=1.2)
                 text = f"{size:,}\ntokens"
                 ax.annotate(
                     text,
@@ -143,10 +145,10 @@ def _stalls(ax: Axes, data: Data) -> bool:
                     va="top",
                     fontsize=7,
                 )
-        ticks.append(f"{NAMES[engine]}, {asked}")
+        ticks.append(f"{NAMES[engine]}, {asked}" if asked != "no" else f"{NAMES[engine]}, no rows")
     ax.set_xticks(range(len(order)), ticks)
     ax.tick_params(axis="x", length=0, pad=24)
-    ax.set_ylabel("ms")
+    ax.set_ylabel("ms (line: in the steps just before)")
     ax.grid(axis="y", color=_FAINT, lw=0.5)
     ax.set_axisbelow(True)
     return True

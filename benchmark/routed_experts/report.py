@@ -120,10 +120,10 @@ def _costs(data: Data) -> str:
         ],
         *(
             [
-                f"longest gap of the others as 32,000 rows leave, {ASKED[asked].split()[-1]}",
+                f"longest gap of 32 others as 32,000 rows leave, {name}",
                 *(_stall(data, e, asked) for e in engines),
             ]
-            for asked in ("int32", "auto")
+            for asked, name in (("int32", "int32"), ("auto", "auto"), ("no", "no rows"))
         ),
     ]
     return _table(["", *(ENGINES[e] for e in engines)], lines)
@@ -150,17 +150,18 @@ def _scheduler(data: Data, engine: str, calls: Sequence[str], tokens: Sequence[i
 
 
 def _stall(data: Data, engine: str, asked: str) -> str:
-    gaps = {
-        entry["prompt_tokens"]: entry["longest_gap_ms"]
+    entries = {
+        entry["prompt_tokens"]: entry
         for entry in data["stall"]
         if (entry["engine"], entry["asked"]) == (engine, asked)
     }
-    if not gaps:
+    if not entries:
         return ""
-    long, short = gaps[max(gaps)], gaps[min(gaps)]
+    long, short = entries[max(entries)], entries[min(entries)]
+    gaps = long["longest_gap_ms"]
     return (
-        f"{middle(long) - middle(short):+.1f} ms "
-        f"({middle(long):.1f}, {max(long):.1f} at most; {middle(short):.1f} as 500 leave)"
+        f"{middle(gaps):.1f} ms ({max(gaps):.1f} at most; {middle(long['quiet_gap_ms']):.1f} in "
+        f"the steps before; {middle(short['longest_gap_ms']):.1f} as 500 leave)"
     )
 
 

@@ -53,28 +53,30 @@ class Serving:
 
     def run(self) -> bool:
         """Whether every session went well, as far as time allowed."""
-        well = True
         try:
-            for name in self._arguments.sessions:
-                try:
-                    self._run_session(name, SESSIONS[name])
-                    scheduler_time.store(self._setup.times, self._results)
-                except (ServerError, load.LoadError, aiohttp.ClientError, OSError) as error:
-                    well = False
-                    kind = type(error).__name__
-                    print(f"session {name}: {kind}: {error}", file=sys.stderr, flush=True)
-                    self._fleet.stop()
+            return all([self._try_session(name) for name in self._arguments.sessions])
         except OutOfTime as error:
             print(f"time is up: {error}; call again to go on", flush=True)
+            return True
         finally:
-            scheduler_time.store(self._setup.times, self._results)
             self._fleet.stop()
-        return well
+
+    def _try_session(self, name: str) -> bool:
+        try:
+            self._run_session(name, SESSIONS[name])
+            return True
+        except (ServerError, load.LoadError, aiohttp.ClientError, OSError) as error:
+            kind = type(error).__name__
+            print(f"session {name}: {kind}: {error}", file=sys.stderr, flush=True)
+            return False
+        finally:
+            # Before the next session stops servers that this one has measured.
+            scheduler_time.store(self._setup.times, self._results)
 
     def _run_session(self, name: str, session: Session) -> None:
         todo = self._missing_rounds(name, session)
-        stalls = session.stalls and self._arguments.stalls
-        stalls = stalls and stall.missing(session.asked, self._results)
+        wanted = session.stalls if self._arguments.stalls else {}
+        stalls = stall.missing(wanted, self._results)
         if not todo and not stalls:
             print(f"{name}: nothing left to measure", flush=True)
             return
@@ -84,7 +86,7 @@ class Serving:
         if stalls:
             self._need(45 * len(stalls), "stalls")
             lengths = [tokens // self._arguments.shorten for tokens in stall.PROMPT_TOKENS]
-            stall.measure_stalls(servers, session.asked, self._setup.model, self._results, lengths)
+            stall.measure_stalls(servers, wanted, self._setup.model, self._results, lengths)
             servers = self._start(session)  # again, if one has died
         for case, turn in todo:
             self._run_round(name, session, case, turn, servers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from servers import Engine
@@ -42,11 +42,12 @@ CASES = (
 class Session:
     """Two servers; `asked` says what each is asked, in the order A B (every other round B A).
 
-    stalls: also measure how long a finishing request holds up the others, on servers with the flag.
+    stalls: also measure how long a finishing request holds up the others, asked so. "no" is the
+        control: what a long request costs the others without any rows.
     """
 
     asked: dict[Engine, Sequence[str]]
-    stalls: bool = False
+    stalls: dict[Engine, Sequence[str]] = field(default_factory=dict)
 
     @property
     def engines(self) -> list[Engine]:
@@ -64,7 +65,10 @@ class Session:
 # In an order in which few servers have to be started anew.
 SESSIONS = {
     "ours": Session({OURS_OFF: ["no"], OURS_ON: ["no", "int32", "auto"]}),
-    "duel": Session({OURS_ON: ["no", "int32", "auto"], PEER_ON: ["no", "int32"]}, stalls=True),
+    "duel": Session(
+        {OURS_ON: ["no", "int32", "auto"], PEER_ON: ["no", "int32"]},
+        stalls={OURS_ON: ["int32", "auto", "no"], PEER_ON: ["int32"]},
+    ),
     "peer": Session({PEER_OFF: ["no"], PEER_ON: ["no", "int32"]}),
     "base": Session({OURS_OFF: ["no"], BASE_ON: ["no", "int32"]}),
 }

@@ -61,7 +61,7 @@ def missing(asked: Mapping[Engine, Sequence[str]], results: Results) -> list[tup
         (engine, way)
         for engine, ways in asked.items()
         for way in ways
-        if engine.flag and way != "no" and (engine.name, way) not in known
+        if (engine.name, way) not in known
     ]
 
 
@@ -127,7 +127,7 @@ class _Stalls:
         )
         await asyncio.sleep(2 * _MARGIN)
         gap = self._longest_gap(ending - _MARGIN, end + _MARGIN)
-        # The same stretch of time a little earlier, while the newcomer only decodes: what is usual.
+        # The steps a little earlier, when the newcomer only decodes: what its length alone costs.
         quiet = self._longest_gap(ending - 0.5 - (end - ending), ending - 0.3)
         if keep:
             key = {"engine": self._engine.name, "asked": self._asked, "prompt_tokens": tokens}
