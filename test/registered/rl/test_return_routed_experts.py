@@ -85,7 +85,7 @@ class Overlap:
             for endpoint in ENDPOINTS:
                 asks = list(cls.requests(endpoint, client))
                 started = time.monotonic()
-                answers[endpoint] = client.ask_all(asks)
+                answers[endpoint] = client.ask_all(asks, at_once=128)
                 seconds = time.monotonic() - started
                 done = f"{endpoint} answered {len(asks)} requests in {seconds:.0f} s"
                 say(f"{cls.ranks} {name}: {done}")
@@ -147,8 +147,12 @@ class AgainstTransformers(Overlap):
 
 
 class TestAnyMachine(AgainstTransformers, unittest.TestCase):
+    """On the CPU a decode step costs the same for any batch: each endpoint's requests are one."""
+
     ranks = "tp 1"
-    flags = ()
+    flags = ("--max-running-requests", "128", "--max-total-tokens", "65536")
+    prompt_words = (4, 60)
+    new_tokens = 64
 
     @classmethod
     def prepare(cls, scratch: Path) -> Path:
