@@ -7,6 +7,9 @@ RUN := .venv/bin/python
 TREE := build/sglang/python
 TESTS ?= test/unit test/e2e test/registered benchmark/routed_experts/tests
 
+# Every process of a server imports the same hundred thousand lines: compile them once.
+unexport PYTHONDONTWRITEBYTECODE
+
 include mk/*.mk
 
 .PHONY: help
