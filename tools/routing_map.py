@@ -31,8 +31,8 @@ Paths on CUDA: *softmax* and *sigmoid* are `fused_topk`, whose kernel writes str
 capture buffer. *biased grouped* does so where it takes FlashInfer's kernel (no fused shared
 experts, a power of two of experts, groups of a fitting size). Otherwise, and for *grouped*,
 *custom* (the model's own function, called by `TopK`) and *native* (torch), it is one copy a layer.
-Where a cell names several, the model's config decides. Fused shared experts are columns, which are
-dropped.
+*own* is a block that routes without `TopK` and hands over its ids by a seam of ours. Where a cell
+names several, the model's config decides. Fused shared experts are columns, which are dropped.
 
 The output format decides whether there are ids at all: `triton_kernel`, `flashinfer_trtllm` and
 `flashinfer_mxfp4` (`--moe-runner-backend`) route inside the MoE kernel and are refused with the
@@ -43,10 +43,39 @@ they are refused all the same.
 BYPASSED = """
 ## Blocks that capture does not see
 
-Each of them is an error at start-up. `--model-impl mindspore` routes outside torch and is refused.
+Each of them is an error at start-up that names the layers, as is a model run by transformers' code
+(`--model-impl transformers`) whose experts SGLang does not replace. `--model-impl mindspore` routes
+outside torch and is refused.
 
 | file: block | how it routes | models |
 |---|---|---|
+"""
+
+SHOWN = """
+## Shown against transformers
+
+`test/e2e/test_families.py` serves small random models of these families on the CPU engine and
+compares every id with the choice of transformers' router on the same weights. Allowed mismatches:
+none. It also shows that no choice was so close that rounding could have changed it.
+
+| family | path on the CPU engine |
+|---|---|
+| Qwen2-MoE | softmax; a shared expert beside the routed ones |
+| Mixtral, OLMoE | softmax |
+| Granite-MoE | softmax; bound by name, its top-k has no `layer_id` |
+| GLM-4-MoE | biased grouped, one group; a dense first layer |
+| DeepSeek-V2 | grouped; a dense first layer, shared experts |
+| DeepSeek-V3 | biased grouped, several groups; a dense first layer, a shared expert |
+| Mixtral for quantized weights | own |
+| Qwen2-MoE, OLMoE, GLM-4-MoE, DeepSeek-V3 by transformers' code | own |
+
+Qwen3-MoE is compared by the other end-to-end tests. These do not run on the CPU engine, for reasons
+of the base:
+
+| family | why not |
+|---|---|
+| GPT-OSS | `server_args.py` asserts an attention backend that knows attention sinks, `torch_native` does not; `fused_moe_native.py` knows neither its experts' biases nor their activation |
+| Qwen3-Next | `layers/attention/linear/kernels/gdn_triton.py` asks for compiled CPU kernels of `sgl_kernel` when it is imported |
 """
 
 
@@ -61,6 +90,7 @@ class Block:
     native: bool = False
     has_experts: bool = False
     own_topk: bool = False
+    captures_itself: bool = False
     may_be_none: set[str] = field(default_factory=set)  # variables that some branch leaves at None
 
     @property
@@ -142,6 +172,7 @@ def _read_block(file: str, name: str, node: ast.stmt, names: dict[str, tuple[str
                 block.own_topk |= ast.unparse(part.func) == "torch.topk"
         elif isinstance(part, ast.Assign):
             block.has_experts |= _target(part) == "self.experts"
+            block.captures_itself |= _target(part) == "captures_its_own_routing"
             if isinstance(part.value, ast.Attribute) and part.value.attr == "forward_native":
                 block.native |= _target(part) == "self.topk.forward"
             if isinstance(part.value, ast.Constant) and part.value.value is None:
@@ -156,14 +187,14 @@ def _target(node: ast.Assign | ast.AnnAssign) -> str:
 def document(folder: Path = MODELS) -> str:
     """The text of docs/routing_paths.md for the model files in a folder."""
     models = Models(folder)
-    captured = [block for block in models.blocks.values() if len(block.topk) == 1]
+    captured = [b for b in models.blocks.values() if len(b.topk) == 1 or b.captures_itself]
     lines = [
         INTRODUCTION,
         "| file: block | path | `layer_id` | fused shared | format | models |",
         "|---|---|---|---|---|---|",
     ]
     for block in captured:
-        options = {word.arg: word.value for word in block.topk[0].keywords}
+        options = {word.arg: word.value for call in block.topk for word in call.keywords}
         cells = [
             f"{block.file}: `{block.name}`",
             _path(block, options),
@@ -177,7 +208,7 @@ def document(folder: Path = MODELS) -> str:
     for block, how in bypassing(models):
         cells = [f"{block.file}: `{block.name}`", how, ", ".join(models.reaching(block))]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + SHOWN
 
 
 _NONE = ast.Constant(None)
@@ -185,6 +216,8 @@ _NONE = ast.Constant(None)
 
 def _path(block: Block, options: dict[str, ast.expr]) -> str:
     """The paths that `select_experts` can take with these arguments, in its order."""
+    if block.captures_itself:
+        return "own"
     if block.native:
         return "native"
     grouped = ast.unparse(options.get("use_grouped_topk", ast.Constant(False)))
@@ -207,7 +240,7 @@ def bypassing(models: Models) -> Iterator[tuple[Block, str]]:
     for block in models.blocks.values():
         if len(block.topk) > 1:
             yield block, "several `TopK` in a layer, each for a part of the tokens"
-        elif block.has_experts and not _has_topk(models, block):
+        elif block.has_experts and not block.captures_itself and not _has_topk(models, block):
             own = "own routing (`torch.topk`)" if block.own_topk else "gets ids that others chose"
             yield block, own
 

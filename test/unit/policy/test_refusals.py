@@ -97,7 +97,6 @@ CASES = [
     ),
     Case("--ep-dispatch-algorithm", {"ep_dispatch_algorithm": "fake"}),
     Case("--kt-weight-path", {"kt_weight_path": "/weights"}),
-    Case("--model-impl", {"model_impl": "transformers"}),
     Case("--model-impl", {"model_impl": "mindspore"}),
     Case("--model-path", config=ERNIE_VL),
     *(Case("--device", later={"device": device}) for device in ("npu", "xpu", "hpu", "musa")),
