@@ -51,7 +51,9 @@ def serve(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable:
     @contextmanager
     def start(*flags: str, asked: bool = True, **environment: str) -> Iterator:
         flags = (*((FLAG,) if asked else ()), "--max-total-tokens", "16384", *flags)
-        server = Server(model, flags, log=tmp_path_factory.mktemp("server") / "log")
+        server = Server(
+            model, flags, log=tmp_path_factory.mktemp("server") / "log", start_timeout=600
+        )
         with ExitStack() as running:
             with pytest.MonkeyPatch.context() as patch:  # for this server, not for later ones
                 for name, value in environment.items():
