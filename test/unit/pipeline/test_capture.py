@@ -93,7 +93,7 @@ def test_a_narrower_layer_is_copied_never_direct() -> None:
         ((TopK(2, layer_id=1), TopK(2, layer_id=1)), "shares layer 1 with layers.0.mlp.topk"),
         ((TopK(3, layer_id=0),), "top-k 3 where the config says 2"),
         ((TopK(2, layer_id=0, output_format=TopKOutputFormat.BYPASSED),), "format BYPASSED"),
-        ((), "the model has no TopK"),
+        ((), "has no TopK"),
     ],
 )
 def test_what_cannot_be_captured_is_named(topks: tuple, words: str) -> None:
