@@ -1,6 +1,6 @@
 """What filing a step costs: the scheduler's thread and the GPU, at once against through the ring.
 
-    python test/gpu/step_cost.py        prints a JSON line a case; medians of 300 steps, 48 layers x 8 of 128 experts
+python test/gpu/step_cost.py        prints a JSON line a case; medians of 300 steps, 48 layers x 8 of 128 experts
 """
 
 import json
@@ -28,10 +28,12 @@ def main() -> None:
             # The ring is asked for by leaving no token to the kernel that files at once; pack still spreads its programs.
             kernels.MOST_SPREAD_TOKENS = tokens if way == "at once" else 0
             host, forward, both = [], [], []
-            for step in range(STEPS + 20):
+            for _ in range(STEPS + 20):
                 torch.cuda.synchronize()
                 begin, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-                torch.cuda._sleep(300_000)  # a forward in flight: the host runs ahead, as in serving
+                torch.cuda._sleep(
+                    300_000
+                )  # a forward in flight: the host runs ahead, as in serving
                 begin.record()
                 started = time.perf_counter()
                 filer.file_step(buffer, 0, slots)
@@ -43,7 +45,11 @@ def main() -> None:
                 forward.append(1e3 * begin.elapsed_time(middle))
                 both.append(1e3 * begin.elapsed_time(end))
             row = {"tokens": tokens, "way": way}
-            for name, values in (("host_us", host), ("forward_stream_us", forward), ("filed_us", both)):
+            for name, values in (
+                ("host_us", host),
+                ("forward_stream_us", forward),
+                ("filed_us", both),
+            ):
                 kept = sorted(values[20:])
                 row[name] = round(statistics.median(kept), 1)
                 row[name + "_p90"] = round(kept[int(0.9 * len(kept))], 1)

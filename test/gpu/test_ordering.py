@@ -20,7 +20,10 @@ from sglang.srt.layers.moe.routed_experts.streams import SideStream
 
 SHAPE = RowShape(num_layers=6, top_k=4, num_experts=64)
 CAPACITY, NUM_SLOTS = 1024, 8192
-MANY, FEW = 700, 200  # a prefill is packed and filed on the side stream, a decode step is filed at once
+MANY, FEW = (
+    700,
+    200,
+)  # a prefill is packed and filed on the side stream, a decode step is filed at once
 LONG = 200_000_000  # cycles: about 0.1 s
 
 
@@ -214,7 +217,7 @@ def test_no_host_synchronization() -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for step in range(3 * RING_SLOTS):
+        for _ in range(3 * RING_SLOTS):
             p.run(7, 100, MANY)
             p.collector.step_processed(p.run(7, 900, FEW))
         rows = p.answer(0, MANY)

@@ -10,6 +10,7 @@ and transformers; no network. Servers of a group run at the same time.
 import argparse
 import base64
 import concurrent.futures
+import contextlib
 import json
 import os
 import subprocess
@@ -24,7 +25,27 @@ import torch
 from sglang.test.routed_experts.tiny_moe import Shape, make_model
 
 HERE = Path(__file__).parent
-COMMON = ["--dtype", "float16", "--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none", "--skip-tokenizer-init", "--host", "127.0.0.1", "--enable-return-routed-experts", "--mem-fraction-static", "0.8", "--cuda-graph-max-bs", "64", "--trust-remote-code", "--watchdog-timeout", "60"]
+COMMON = [
+    "--dtype",
+    "float16",
+    "--attention-backend",
+    "triton",
+    "--sampling-backend",
+    "pytorch",
+    "--grammar-backend",
+    "none",
+    "--skip-tokenizer-init",
+    "--host",
+    "127.0.0.1",
+    "--enable-return-routed-experts",
+    "--mem-fraction-static",
+    "0.8",
+    "--cuda-graph-max-bs",
+    "64",
+    "--trust-remote-code",
+    "--watchdog-timeout",
+    "60",
+]
 CONFIGURATIONS = {
     "default": "--max-running-requests 64 --max-total-tokens 200000",
     "overlap-off": "--disable-overlap-schedule --max-running-requests 64 --max-total-tokens 200000",
@@ -68,9 +89,12 @@ def start(name: str, port: int, model: Path, out: Path, extra: list) -> subproce
     if name in OVERLAPPED_DRAFTS:
         environment["SGLANG_ENABLE_SPEC_V2"] = "1"
     return subprocess.Popen(
-        [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port)]
-        + COMMON
-        + extra,
+        [
+            *(sys.executable, "-m", "sglang.launch_server"),
+            *("--model-path", str(model), "--port", str(port)),
+            *COMMON,
+            *extra,
+        ],
         stdout=open(out / f"{name}.log", "w"),
         stderr=subprocess.STDOUT,
         env=environment,
@@ -104,7 +128,11 @@ def ask(port: int, request: tuple, temperature: float) -> dict:
     ids, asks, new_tokens = request
     body = {
         "input_ids": ids,
-        "sampling_params": {"max_new_tokens": new_tokens, "temperature": temperature, "ignore_eos": True},
+        "sampling_params": {
+            "max_new_tokens": new_tokens,
+            "temperature": temperature,
+            "ignore_eos": True,
+        },
         "return_routed_experts": asks,
         "return_logprob": True,
     }
@@ -127,11 +155,17 @@ class Reference:
         config = self.model.config
         with torch.no_grad():
             out = self.model(torch.tensor([tokens], device="cuda"), output_router_logits=True)
-        logits = torch.stack(out.router_logits, 1).float().view(-1, config.num_hidden_layers, config.num_experts)
+        logits = (
+            torch.stack(out.router_logits, 1)
+            .float()
+            .view(-1, config.num_hidden_layers, config.num_experts)
+        )
         return logits.topk(config.num_experts_per_tok, -1).indices.cpu().numpy()
 
 
-def check(reference: Reference, port: int, count: int, longest: int, temperature: float = 0.8) -> dict:
+def check(
+    reference: Reference, port: int, count: int, longest: int, temperature: float = 0.8
+) -> dict:
     wanted = prompts(count, longest)
     begun = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(64) as pool:
@@ -160,7 +194,9 @@ def check(reference: Reference, port: int, count: int, longest: int, temperature
         compared += wrong.size
         if wrong.any() and len(faults) < 5:
             where = np.argwhere(wrong)
-            faults.append(f"prompt {len(prompt)}: rows {np.unique(where[:, 0])[:8]} layers {np.unique(where[:, 1])}")
+            faults.append(
+                f"prompt {len(prompt)}: rows {np.unique(where[:, 0])[:8]} layers {np.unique(where[:, 1])}"
+            )
     retracted = sum(a["meta_info"].get("total_retractions", 0) > 0 for a in answers)
     return {
         "mismatches": mismatches,
@@ -168,7 +204,9 @@ def check(reference: Reference, port: int, count: int, longest: int, temperature
         "faults": faults[:8],
         "seconds": round(served, 1),
         "retracted": retracted,
-        "accepted": round(float(np.mean([a["meta_info"].get("spec_accept_length", 0) for a in answers])), 2),
+        "accepted": round(
+            float(np.mean([a["meta_info"].get("spec_accept_length", 0) for a in answers])), 2
+        ),
     }
 
 
@@ -183,7 +221,10 @@ def main() -> int:
     model = make_model(args.out / "model", Shape())
     other = make_model(args.out / "other", Shape(seed=1))
     servers = {
-        name: (31100 + i * 50, start(name, 31100 + i * 50, model, args.out, flags_of(name, model, other)))
+        name: (
+            31100 + i * 50,
+            start(name, 31100 + i * 50, model, args.out, flags_of(name, model, other)),
+        )
         for i, name in enumerate(args.only)
     }
     failed = 0
@@ -200,11 +241,14 @@ def main() -> int:
                     result = check(reference, port, args.requests, longest, temperature)
                     if name == "memory-saver":
                         for call in ("release_memory_occupation", "resume_memory_occupation"):
-                            requests.post(f"http://127.0.0.1:{port}/{call}", json={}, timeout=60).raise_for_status()
+                            requests.post(
+                                f"http://127.0.0.1:{port}/{call}", json={}, timeout=60
+                            ).raise_for_status()
                         result = check(reference, port, args.requests, longest)
                     log = (args.out / f"{name}.log").read_text(errors="replace")
                     result["graph_prefills"] = sum(
-                        "Prefill batch" in line and "cuda graph: True" in line for line in log.splitlines()
+                        "Prefill batch" in line and "cuda graph: True" in line
+                        for line in log.splitlines()
                     )
                 except Exception as error:  # the next configuration is still worth its time
                     result = {"mismatches": None, "faults": [repr(error)[:300]], "compared": 0}
@@ -213,10 +257,8 @@ def main() -> int:
             print(f"{name:12} {'ok' if ok else 'FAILED':6} {json.dumps(result)}", flush=True)
     finally:
         for _, process in servers.values():
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, 9)
-            except ProcessLookupError:
-                pass
     return 1 if failed else 0
 
 

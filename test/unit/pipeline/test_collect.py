@@ -81,7 +81,9 @@ def test_rows_of_prefill_and_decode_in_order(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize("start_len", [0, 1, 3, 4, 5, 6, 7, 100])
-def test_start_len_cuts_the_front_and_past_the_end_nothing_is_left(rank: Rank, start_len: int) -> None:
+def test_start_len_cuts_the_front_and_past_the_end_nothing_is_left(
+    rank: Rank, start_len: int
+) -> None:
     expected = rank.forward(1, 0, list(range(10, 16)))
     got = rank.read(request(prompt=4, output=3, start_len=start_len))
     assert got.shape[1:] == (3, 2) and np.array_equal(got, expected[start_len:])
@@ -155,7 +157,9 @@ def test_answers_do_not_depend_on_later_steps() -> None:
     rank.reader.release(descriptor)
 
 
-def test_no_room_sends_rows_in_the_message_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_room_sends_rows_in_the_message_and_says_so_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     rank = Rank(RowsArena(4096, first_segment=4096))
     expected = rank.forward(1, 0, list(range(1, 17)))
     held = []
@@ -167,7 +171,9 @@ def test_no_room_sends_rows_in_the_message_and_says_so_once(caplog: pytest.LogCa
     assert caplog.text.count("SGLANG_ROUTED_EXPERTS_SHM_MB") == 1
     for descriptor in held:
         rank.reader.release(descriptor)
-    assert rank.collector.collect(request(prompt=16, output=1), rank.pool).data is None, "room again"
+    assert rank.collector.collect(request(prompt=16, output=1), rank.pool).data is None, (
+        "room again"
+    )
 
 
 def test_a_retracted_request_that_is_dropped_gives_its_memory_back() -> None:

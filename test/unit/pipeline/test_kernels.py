@@ -131,14 +131,23 @@ def test_no_tokens_is_no_work(shape: RowShape) -> None:
     rows, slots, status = ring(shape, 4, DEVICE)
     none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
     kernels.pack(
-        random_ids(shape, 4, shape.top_k, 0).to(DEVICE), 0, none, rows, slots, status, shape.top_k, 8
+        random_ids(shape, 4, shape.top_k, 0).to(DEVICE),
+        0,
+        none,
+        rows,
+        slots,
+        status,
+        shape.top_k,
+        8,
     )
     store = host_memory(4, shape.row_bytes)
     store_status = torch.zeros(4, dtype=torch.uint8, device=DEVICE)
     kernels.file(kernels.as_units(rows), slots, status, 0, store, store_status)
     assert not rows.view(torch.uint8).any() and not store.any() and not store_status.any()
     header = torch.zeros(16, dtype=torch.int32, pin_memory=DEVICE == "cuda")
-    kernels.collect(store, store_status, none.to(torch.int32), host_memory(0, shape.row_bytes), header)
+    kernels.collect(
+        store, store_status, none.to(torch.int32), host_memory(0, shape.row_bytes), header
+    )
     if DEVICE == "cuda":
         torch.cuda.synchronize()
     assert not header.any()

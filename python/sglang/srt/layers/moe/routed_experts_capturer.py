@@ -235,5 +235,5 @@ def get_global_experts_capturer() -> RoutedExpertsCapturer:
 
 
 def set_global_experts_capturer(capturer: RoutedExpertsCapturer) -> None:
-    global _capturer
+    global _capturer  # noqa: PLW0603  (one target model a process, as in the base)
     _capturer = capturer

@@ -76,9 +76,8 @@ class LayerCapture:
             self.num_tokens = num_tokens
         if num_tokens > self._rows.shape[0]:
             return
-        if not compiling:
-            if self.direct and topk_ids.data_ptr() == self._rows.data_ptr():
-                return
+        if not compiling and self.direct and topk_ids.data_ptr() == self._rows.data_ptr():
+            return
         self._rows[:num_tokens, :columns].copy_(topk_ids)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import ContextManager, Union
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -18,19 +17,17 @@ class InOrderEvent:
         pass
 
 
-Event = Union[torch.cuda.Event, InOrderEvent]
+Event = torch.cuda.Event | InOrderEvent
 
 
 class SideStream:
     """A stream of ours beside the base's forward and schedule streams; in order with the host on the CPU engine."""
 
     def __init__(self, device: str) -> None:
-        self.stream: torch.cuda.Stream | None = (
-            torch.cuda.Stream() if device == "cuda" else None
-        )
+        self.stream: torch.cuda.Stream | None = torch.cuda.Stream() if device == "cuda" else None
 
     def __enter__(self) -> SideStream:
-        self._context: ContextManager = (
+        self._context: AbstractContextManager = (
             nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
         )
         self._context.__enter__()
