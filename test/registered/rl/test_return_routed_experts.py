@@ -204,4 +204,4 @@ def say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    unittest.main()
+    unittest.main(verbosity=0)  # the verdicts are the progress

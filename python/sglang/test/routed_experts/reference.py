@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from transformers import Qwen3MoeForCausalLM
+from transformers.utils import logging
 
 _TOKENS_AT_ONCE = 16384
 
@@ -18,6 +19,7 @@ class TransformersRouter:
     """
 
     def __init__(self, model: Path) -> None:
+        logging.disable_progress_bar()
         loaded = Qwen3MoeForCausalLM.from_pretrained(
             model, dtype=torch.float32, attn_implementation="sdpa", experts_implementation="eager"
         )
