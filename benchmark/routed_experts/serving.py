@@ -87,7 +87,9 @@ class Serving:
             self._need(45 * len(stalls), "stalls")
             lengths = [tokens // self._arguments.shorten for tokens in stall.PROMPT_TOKENS]
             stall.measure_stalls(servers, wanted, self._setup.model, self._results, lengths)
-            servers = self._start(session)  # again, if one has died
+            before, servers = servers, self._start(session)  # one may have died
+            if servers != before:
+                asyncio.run(self._warm_up(session, servers))
         for case, turn in todo:
             self._run_round(name, session, case, turn, servers)
         for engine, server in servers.items():
