@@ -31,7 +31,8 @@ def _replace_dispatcher(layer_module):
             counts = [0] * self.group.world_size
             torch.distributed.all_gather_object(counts, self.n, group=self.group.cpu_group)
             self.most = max(counts)
-            ids = self._everyones(topk_output.topk_ids, -1)
+            # A rank without tokens makes int32 ids, the CPU engine's top-k int64: one type for the collective.
+            ids = self._everyones(topk_output.topk_ids.long(), -1)
             here = (ids >= self.first) & (ids < self.first + self.num_local)
             local = StandardTopKOutput(
                 self._everyones(topk_output.topk_weights, 0),
