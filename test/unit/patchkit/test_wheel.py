@@ -6,6 +6,7 @@ import base64
 import csv
 import hashlib
 import io
+import os
 import subprocess
 import sys
 import zipfile
@@ -29,6 +30,8 @@ def pip(*args: str | Path) -> None:
         [sys.executable, "-m", "pip", *args, "--quiet", "--no-compile", "--no-deps", "--no-index",
          "--disable-pip-version-check", "--root-user-action=ignore"],
         check=True,
+        # The tree under test has metadata of its own, which pip would take for what is installed.
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
     )  # fmt: skip
 
 
