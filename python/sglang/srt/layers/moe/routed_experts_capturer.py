@@ -20,6 +20,7 @@ from sglang.srt.layers.moe.routed_experts.capture import (  # noqa: F401
 )
 from sglang.srt.layers.moe.routed_experts.collector import RowCollector
 from sglang.srt.layers.moe.routed_experts.gather import RowGather
+from sglang.srt.layers.moe.routed_experts.metrics import report_memory
 from sglang.srt.layers.moe.routed_experts.store import RowFiler
 from sglang.srt.layers.moe.routed_experts.streams import Event
 from sglang.srt.layers.moe.routed_experts.transport import open_arena
@@ -141,9 +142,14 @@ class _TargetCapturer(RoutedExpertsCapturer):
         if self._filer is None:
             return
         self._filer.open(model_runner.max_total_num_tokens + model_runner.page_size)
-        self._collector = RowCollector(
-            self._filer, self._shape, model_runner.device, open_arena(model_runner.server_args)
-        )
+        arena = open_arena(model_runner.server_args)
+        self._collector = RowCollector(self._filer, self._shape, model_runner.device, arena)
+        if model_runner.server_args.enable_metrics:
+            labels = {
+                "model_name": model_runner.server_args.served_model_name,
+                "tp_rank": str(model_runner.tp_rank),
+            }
+            report_memory(labels, self._filer.store.num_bytes, arena.num_bytes if arena else 0)
 
     def on_forward_end(
         self, model_runner: ModelRunner, forward_batch: ForwardBatch, can_run_graph: bool

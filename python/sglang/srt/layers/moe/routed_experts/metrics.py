@@ -52,7 +52,7 @@ class DeliveryMetrics:
 
 
 def report_memory(labels: Mapping[str, str], store_bytes: int, shared_bytes: int) -> None:
-    """Of the scheduler, once its store is allocated and whenever shared memory has grown.
+    """Of the scheduler, once its store is allocated.
 
     Args:
         labels: of the scheduler's own metrics.
