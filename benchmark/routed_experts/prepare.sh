@@ -21,7 +21,7 @@ mkdir -p "$out"
 
 pack() { # pack FOLDER NAME: several blocks, so that they can be unpacked on several cores
   tar -C "$1" --sort=name --owner=0 --group=0 --mtime=@0 \
-    --exclude=multimodal_gen --exclude='*.pyc' --exclude='_core.*.so' -cf - . |
+    --exclude=multimodal_gen --exclude='*.pyc' --exclude='grpc/_core.*.so' -cf - . |
     xz -T0 -6 >"$work/$2.xz"
   mv "$work/$2.xz" "$out/$2.tar.xz"
   ls -l "$out/$2.tar.xz"
@@ -56,10 +56,11 @@ site() {
   for n in $(seq 39 -1 5); do platforms+=(--platform "manylinux_2_${n}_x86_64"); done
   for n in 2014 2010 1; do platforms+=(--platform "manylinux${n}_x86_64"); done
   "$python" -m pip install --quiet --no-deps --no-compile --require-hashes --only-binary=:all: \
+    --ignore-requires-python \
     --implementation cp --python-version 3.12 --abi cp312 --abi abi3 --abi none "${platforms[@]}" \
     --target "$work/site" --requirement benchmark/routed_experts/site.txt
   # Kernels of attention back ends and of GPUs that are not used here: most of the gigabyte.
-  (cd "$work/site" && rm -rf bin lib deep_gemm _mscclpp* torch_memory_saver*cu12* \
+  (cd "$work/site" && rm -rf bin lib deep_gemm _mscclpp* torch_memory_saver_hook_mode_torch_cu12* \
     sgl_kernel/{flash_ops,flashmla_ops,infllm_ops}* sgl_kernel/sm100)
   pack "$work/site" site
 }
