@@ -20,7 +20,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     add("--trees", type=Path, required=True, help="folder with ours/, base/ and peer/")
     add("--site", type=Path, help="folder of Python packages for the servers")
     add("--results", type=Path, required=True, help="JSON to write, or to go on with")
-    add("--work", type=Path, default=Path("build/bench/work"), help="logs, configs, traces")
+    add("--work", type=Path, default=Path("build/bench-host/work"), help="logs, configs, traces")
     add("--model", choices=model.MODELS, default="qwen3-30b-a3b")
     add("--layers", type=int, help="another number of layers than the model has")
     add("--device", choices=("cuda", "cpu"), default="cuda")
