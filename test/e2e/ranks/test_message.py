@@ -43,12 +43,10 @@ def test_nothing_was_shared(ranks: Ranks) -> None:
     assert not [name for pid in ranks.server.pids() for name in segments(pid)]
 
 
-def test_another_node_shares_nothing() -> None:
+def test_another_node_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its rank alone. The first node shares, or the test above would not notice."""
+    monkeypatch.delenv("SGLANG_ROUTED_EXPERTS_TRANSPORT", raising=False)
     assert open_arena(SimpleNamespace(node_rank=1, device="cpu")) is None
-
-
-def test_the_first_node_shares() -> None:
-    """Or the two tests above would not notice."""
     arena = open_arena(SimpleNamespace(node_rank=0, device="cpu"))
     assert arena is not None and arena.allocate(1000) is not None
     assert segments(os.getpid())
