@@ -67,15 +67,23 @@ none. It also shows that no choice was so close that rounding could have changed
 | DeepSeek-V2 | grouped; a dense first layer, shared experts |
 | DeepSeek-V3 | biased grouped, several groups; a dense first layer, a shared expert |
 | Mixtral for quantized weights | own |
-| Qwen2-MoE, OLMoE, GLM-4-MoE, DeepSeek-V3 by transformers' code | own |
+| Qwen2-MoE, OLMoE, GLM-4-MoE by transformers' code | own |
 
-Qwen3-MoE is compared by the other end-to-end tests. These do not run on the CPU engine, for reasons
+The same test shows it with fused shared experts (DeepSeek-V3 and GLM-4-MoE, fused as on CUDA), with
+a LoRA adapter in a batch of both, and with chunks mixed into decode steps. Qwen3-MoE is compared by
+the other end-to-end tests. These do not run on the CPU engine, for reasons
 of the base:
 
 | family | why not |
 |---|---|
 | GPT-OSS | `server_args.py` asserts an attention backend that knows attention sinks, `torch_native` does not; `fused_moe_native.py` knows neither its experts' biases nor their activation |
 | Qwen3-Next | `layers/attention/linear/kernels/gdn_triton.py` asks for compiled CPU kernels of `sgl_kernel` when it is imported |
+| DeepSeek by transformers' code | the KV pool has latent keys, `models/transformers.py` gives it whole ones |
+| any family with `--page-size` above 1 | `mem_cache/allocator.py` allocates slots by a Triton kernel |
+
+Logical ids under EPLB, with replicas, static and dynamic: `test/unit/policy/test_expert_location.py`
+runs the base's routing on the CPU. The CPU engine leaves the conversion to physical ids out, and
+`--enable-eplb` needs expert parallelism.
 """
 
 

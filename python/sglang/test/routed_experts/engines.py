@@ -1,8 +1,8 @@
-"""Engines of many models, one after another, each in a process of its own, without importing SGLang for each.
+"""Engines of many models, one after another, in processes of their own, from one import of SGLang.
 
-Importing SGLang with all its model files takes some ten seconds, and an engine has three processes. Here one
-process imports it, and all others are forked from that one: an engine of a tiny model is up in a second.
-Only for the CPU engine: CUDA does not survive a fork.
+Importing SGLang with all its model files takes some ten seconds, and an engine has three processes.
+Here one process imports it, and all others are forked from that one: an engine of a tiny model is
+up in a second. Only for the CPU engine: CUDA does not survive a fork.
 """
 
 import contextlib
@@ -73,6 +73,7 @@ class Engines:
         job: Callable[..., Any],
         *arguments: Any,
         log: Path,
+        before: Callable[[], None] | None = None,
         timeout: float = 300,
         **options: Any,
     ) -> Any:
@@ -81,6 +82,7 @@ class Engines:
         Args:
             job: a function of an importable module; what it returns is pickled.
             log: where the engine's output goes.
+            before: called in the engine's process before it starts.
             timeout: seconds until the answer must be there, start-up included.
             options: of `sglang.Engine`, beside those that the CPU engine needs.
 
@@ -88,7 +90,7 @@ class Engines:
             EngineFailed: with the end of the log.
         """
         reader, writer = self._context.Pipe(duplex=False)
-        task = (job, arguments, _OPTIONS | {"model_path": str(model)} | options)
+        task = (before, job, arguments, _OPTIONS | {"model_path": str(model)} | options)
         process = self._context.Process(target=_run, args=(writer, log, task))
         process.start()
         writer.close()
@@ -108,7 +110,7 @@ class Engines:
 
 
 def _run(writer: Connection, log: Path, task: tuple) -> None:
-    job, arguments, options = task
+    before, job, arguments, options = task
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
@@ -119,6 +121,8 @@ def _run(writer: Connection, log: Path, task: tuple) -> None:
             tempfile.tempdir = folder
             from sglang.srt.entrypoints.engine import Engine
 
+            if before:
+                before()
             engine = Engine(**options)
             try:
                 writer.send((job(engine, *arguments), None))
@@ -141,4 +145,4 @@ def _forking() -> Iterator[None]:
 
 def _end_of(log: Path, lines: int = 30) -> str:
     text = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return f"its log, {log}, ends with:\n" + "\n".join(line[:400] for line in text[-lines:])
+    return f"its log, {log}, ends with:\n" + "\n".join(line[:2000] for line in text[-lines:])

@@ -1,15 +1,17 @@
-"""Small random models of other MoE families than `tiny_moe`'s, made by transformers from its own configs.
+"""Small random models of other MoE families than `tiny_moe`'s, made by transformers.
 
-Their weights are ordinary random numbers in float32. Whether rounding could have changed a choice is
-therefore not excluded beforehand, but measured afterwards: see `RouterProbe.margin`.
+Their weights are ordinary random numbers in float32. Whether rounding could have changed a choice
+is therefore not excluded beforehand, but measured afterwards: see `RouterProbe.margin`.
 """
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import nn
 
 VOCABULARY = 256
@@ -106,7 +108,9 @@ FAMILIES = {
 
 
 def make_family(folder: Path, family: Family, seed: int = 0) -> nn.Module:
-    """Write a model's config and float32 weights into `folder`, as they lie on the hub; the same for the same seed.
+    """Write a model's config and float32 weights into `folder`, as they would lie on the hub.
+
+    The same for the same seed.
 
     Returns:
         transformers' model with these weights, in evaluation mode: the reference.
@@ -135,6 +139,38 @@ def make_family(folder: Path, family: Family, seed: int = 0) -> nn.Module:
         _draw(model)
     model.save_pretrained(folder)
     return model.eval()
+
+
+def make_adapter(folder: Path, model: nn.Module, seed: int = 1, rank: int = 4) -> None:
+    """Write a LoRA adapter for `model`'s attention into `folder`, and merge it into `model`."""
+    torch.manual_seed(seed)
+    modules = ("q_proj", "k_proj", "v_proj", "o_proj")
+    tensors = {}
+    for name, weight in model.named_parameters():
+        layer, _, module = name.removesuffix(".weight").rpartition(".")
+        if module in modules and name.endswith(".weight"):
+            down = torch.randn(rank, weight.shape[1]) * weight.shape[1] ** -0.5
+            up = torch.randn(weight.shape[0], rank) * rank**-0.5
+            tensors[f"base_model.model.{layer}.{module}.lora_A.weight"] = down
+            tensors[f"base_model.model.{layer}.{module}.lora_B.weight"] = up
+            weight.data += up @ down
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "target_modules": modules, "r": rank, "lora_alpha": rank}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def fuse_shared_experts() -> None:
+    """In this process, run shared experts as one expert more, as CUDA does and the CPU does not."""
+    from sglang.srt.models.deepseek_v2 import DeepseekV2ForCausalLM
+    from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
+
+    def fuse(model: nn.Module, *_: str) -> None:
+        model.num_fused_shared_experts = model.config.n_shared_experts
+        print("shared experts are fused", flush=True)
+
+    DeepseekV2ForCausalLM.determine_num_fused_shared_experts = fuse
+    Glm4MoeForCausalLM.determine_num_fused_shared_experts = fuse
 
 
 def _draw(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What transformers' routers choose, read from the routers themselves: some families return no router logits."""
+"""What transformers' routers choose, read from the routers: some families return no logits."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,12 +15,12 @@ class RouterProbe:
         model: in evaluation mode. It is changed: hooks are hung on its routers.
 
     Attributes:
-        margin: the smallest distance by which any choice so far was won, in router scores (logits, or biased
-            sigmoids). Engines whose scores differ by less than half of it choose alike.
+        margin: the smallest distance by which any choice so far was won, in router scores (logits,
+            or biased sigmoids). Engines whose scores differ by less than half of it choose alike.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self.model = model
         self._top_k: int = model.config.num_experts_per_tok
         self._layers: int = model.config.num_hidden_layers
         self._chosen: dict[int, torch.Tensor] = {}  # int64 [tokens, top_k] of one forward
@@ -31,15 +31,15 @@ class RouterProbe:
 
     @torch.inference_mode()
     def route(self, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Forward all but the last token: it was sampled and never forwarded, so no engine has a row for it.
+        """Forward all but the last token: it was sampled and never forwarded, so it has no row.
 
         Returns:
-            Rows, int32 [tokens - 1, layers, top_k], zeros in dense layers; and the log-probability of each
-            next token, float32 [tokens - 1].
+            Rows, int32 [tokens - 1, layers, top_k], zeros in dense layers; and the log-probability
+            of each next token, float32 [tokens - 1].
         """
         self._chosen.clear()
         ids = torch.tensor([tokens])
-        logits = self._model(input_ids=ids[:, :-1], use_cache=False).logits[0].float()
+        logits = self.model(input_ids=ids[:, :-1], use_cache=False).logits[0].float()
         rows = np.zeros((len(tokens) - 1, self._layers, self._top_k), np.int32)
         for layer, chosen in self._chosen.items():
             rows[:, layer] = chosen.numpy()
@@ -62,7 +62,7 @@ class RouterProbe:
             )
         elif hasattr(module, "route_tokens_to_experts"):  # DeepSeek's and GLM's
             # transformers 5.3 forgets to set it for V2, and reads it with groups
-            module.num_experts = self._model.config.n_routed_experts
+            module.num_experts = self.model.config.n_routed_experts
             route = module.route_tokens_to_experts
 
             def routed(logits: torch.Tensor) -> Any:
@@ -80,7 +80,7 @@ class RouterProbe:
         self, layer: int, module: nn.Module, logits: torch.Tensor, chosen: torch.Tensor
     ) -> None:
         self._chosen[layer] = chosen
-        config = self._model.config
+        config = self.model.config
         bias = getattr(getattr(module, "gate", None), "e_score_correction_bias", None)
         scores = logits if bias is None else logits.sigmoid() + bias
         grouped = scores.unflatten(-1, (config.n_group, -1))
