@@ -10,6 +10,7 @@ from typing import Any
 import host
 import model
 from servers import Engine, Setup
+from sessions import STALL_ARGUMENTS
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -54,4 +55,9 @@ def header(made: Setup) -> dict[str, Any]:
     """The head of the results file."""
     about = host.header(made.trees / "ours", made.site, made.device)
     _, *arguments = made.arguments(Engine("ours", True))  # the first is the model's folder
-    return {**about, "model": made.model.describe(), "server": " ".join(arguments)}
+    return {
+        **about,
+        "model": made.model.describe(),
+        "server": " ".join(arguments),
+        "server_stall": " ".join(STALL_ARGUMENTS),
+    }

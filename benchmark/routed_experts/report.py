@@ -120,7 +120,7 @@ def _costs(data: Data) -> str:
         ],
         *(
             [
-                f"longest gap of 32 others as 32,000 rows leave, {name}",
+                f"longest gap of 32 others as 32,000 rows leave, less that as 500 leave, {name}",
                 *(_stall(data, e, asked) for e in engines),
             ]
             for asked, name in (("int32", "int32"), ("auto", "auto"), ("no", "no rows"))
@@ -158,10 +158,10 @@ def _stall(data: Data, engine: str, asked: str) -> str:
     if not entries:
         return ""
     long, short = entries[max(entries)], entries[min(entries)]
-    gaps = long["longest_gap_ms"]
+    gaps, usual = long["longest_gap_ms"], middle(short["longest_gap_ms"])
     return (
-        f"{middle(gaps):.1f} ms ({max(gaps):.1f} at most; {middle(long['quiet_gap_ms']):.1f} in "
-        f"the steps before; {middle(short['longest_gap_ms']):.1f} as 500 leave)"
+        f"{middle(gaps) - usual:+.1f} ms ({middle(gaps):.1f}, {max(gaps):.1f} at most; "
+        f"{middle(long['quiet_gap_ms']):.1f} in the steps before; {usual:.1f} as 500 leave)"
     )
 
 

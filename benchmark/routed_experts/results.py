@@ -1,6 +1,6 @@
 """The results file: one JSON that grows with every measurement and is never half written.
 
-    {"machine", "date", "commit", "tree", "model", "software", "server",
+    {"machine", "date", "commit", "tree", "model", "software", "server", "server_stall",
      "rows": [{"engine", "flag", "asked", "batch", "input_len", "output_len",
                "output_tps": [..], "ttft_s": [..], "latency_s": [..], "step_ms": [..],
                "answer_mb": [..], "problems": [..], "round": [..]}],
@@ -39,7 +39,8 @@ class Results:
         Args:
             path: the file; may exist, and is then continued. What it says of another `tree` of ours
                 is dropped.
-            header: "machine", "date", "commit", "tree", "model", "software", "server".
+            header: "machine", "date", "commit", "tree", "model", "software", "server" (arguments),
+                "server_stall" (those added where stalls are measured).
 
         Raises:
             ResultsError: the file holds figures of another machine or model.

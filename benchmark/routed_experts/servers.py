@@ -33,10 +33,14 @@ class ServerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Engine:
-    """What is started: "ours", "base" or "peer", with --enable-return-routed-experts or without."""
+    """What is started: "ours", "base" or "peer", with --enable-return-routed-experts or without.
+
+    arguments: server arguments that this session needs and others do not.
+    """
 
     name: str
     flag: bool
+    arguments: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.name} {'on' if self.flag else 'off'}"
@@ -92,6 +96,7 @@ class Setup:
             f"--max-total-tokens={KV_TOKENS}",
             *(["--enable-return-routed-experts"] if engine.flag else []),
             *(self._gpu_arguments() if self.device == "cuda" else self._cpu_arguments()),
+            *engine.arguments,
             *self.extra,
         ]
 

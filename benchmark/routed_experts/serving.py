@@ -75,21 +75,19 @@ class Serving:
 
     def _run_session(self, name: str, session: Session) -> None:
         todo = self._missing_rounds(name, session)
-        wanted = session.stalls if self._arguments.stalls else {}
-        stalls = stall.missing(wanted, self._results)
+        stalls = stall.missing(session.stalls, self._results)
         if not todo and not stalls:
             print(f"{name}: nothing left to measure", flush=True)
             return
         self._need(self._startup, f"starting the servers of {name}")
         servers = self._start(session)
-        asyncio.run(self._warm_up(session, servers))
         if stalls:
             self._need(45 * len(stalls), "stalls")
             lengths = [tokens // self._arguments.shorten for tokens in stall.PROMPT_TOKENS]
-            stall.measure_stalls(servers, wanted, self._setup.model, self._results, lengths)
-            before, servers = servers, self._start(session)  # one may have died
-            if servers != before:
-                asyncio.run(self._warm_up(session, servers))
+            wanted, shape = session.stalls, self._setup.model
+            stall.measure_stalls(servers, wanted, shape, self._results, lengths)
+            return
+        asyncio.run(self._warm_up(session, servers))
         for case, turn in todo:
             self._run_round(name, session, case, turn, servers)
         for engine, server in servers.items():
@@ -109,6 +107,8 @@ class Serving:
 
     def _missing_rounds(self, name: str, session: Session) -> list[tuple[Case, int]]:
         """(case, turn) of what is left to run; by turns, so that no case waits for another."""
+        if not session.configurations:
+            return []
         last = session.configurations[-1], session.configurations[0]
         todo = []
         for case in self._cases:
@@ -189,7 +189,6 @@ def main() -> None:
     add("--pairs", type=int, default=5, help="rounds of batch 1 and 64")
     add("--few-pairs", type=int, default=2, help="rounds of batch 8 and 256")
     add("--shorten", type=int, default=1, help="divide prompts and answers, to try the script")
-    add("--no-stalls", dest="stalls", action="store_false", help="leave the stalls out")
     add("--budget", type=float, default=1e9, help="seconds after which nothing new is begun")
     add("--startup", type=float, default=240, help="seconds that servers have to start")
     add("--time-scheduler", action="store_true", help="also time the scheduler's thread")

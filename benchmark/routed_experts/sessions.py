@@ -11,6 +11,10 @@ from servers import Engine
 OURS_OFF, OURS_ON = Engine("ours", False), Engine("ours", True)
 PEER_OFF, PEER_ON = Engine("peer", False), Engine("peer", True)
 BASE_ON = Engine("base", True)
+# By default the Triton back end cuts a sequence into 8 parts. One of 32,000 tokens beside 32 short
+# ones then doubles the time of a decode step, rows or not, which would hide what its end costs.
+STALL_ARGUMENTS = ("--triton-attention-num-kv-splits=64",)
+OURS_STALL, PEER_STALL = (Engine(name, True, STALL_ARGUMENTS) for name in ("ours", "peer"))
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,8 @@ CASES = (
 class Session:
     """Two servers; `asked` says what each is asked, in the order A B (every other round B A).
 
-    stalls: also measure how long a finishing request holds up the others, asked so. "no" is the
-        control: what a long request costs the others without any rows.
+    stalls: how long a finishing request holds up the others is measured instead, asked so. "no" is
+        the control: what a long request costs the others without any rows.
     """
 
     asked: dict[Engine, Sequence[str]]
@@ -51,7 +55,7 @@ class Session:
 
     @property
     def engines(self) -> list[Engine]:
-        return list(self.asked)
+        return list(self.asked or self.stalls)
 
     @property
     def configurations(self) -> list[tuple[Engine, str]]:
@@ -65,10 +69,8 @@ class Session:
 # In an order in which few servers have to be started anew.
 SESSIONS = {
     "ours": Session({OURS_OFF: ["no"], OURS_ON: ["no", "int32", "auto"]}),
-    "duel": Session(
-        {OURS_ON: ["no", "int32", "auto"], PEER_ON: ["no", "int32"]},
-        stalls={OURS_ON: ["int32", "auto", "no"], PEER_ON: ["int32"]},
-    ),
+    "duel": Session({OURS_ON: ["no", "int32", "auto"], PEER_ON: ["no", "int32"]}),
+    "stall": Session({}, stalls={OURS_STALL: ["auto", "int32", "no"], PEER_STALL: ["int32"]}),
     "peer": Session({PEER_OFF: ["no"], PEER_ON: ["no", "int32"]}),
     "base": Session({OURS_OFF: ["no"], BASE_ON: ["no", "int32"]}),
 }

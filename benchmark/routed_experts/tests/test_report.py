@@ -46,7 +46,7 @@ def test_figures_tell_wins_and_losses(tmp_path: Path) -> None:
     assert "| ours, not asked | 0.990 (0.990 to 0.990) |" in text
     assert "| ours over 0.5.11, not asked | 0.900 (0.900 to 0.900) |" in text
     assert "0.5.11, not asked |" not in text.replace("over 0.5.11", "")  # it was not paired
-    assert "71.0 ms (90.0 at most; 20.0 in the steps before; 21.0 as 500 leave)" in text
+    assert "+50.0 ms (71.0, 90.0 at most; 20.0 in the steps before; 21.0 as 500 leave)" in text
     assert "| scheduler's thread, a decode step of 64 |  |  | 40 us |" in text
     assert "commit ccccccccc" in text
 
