@@ -27,6 +27,7 @@ from sglang.test.routed_experts.families import (
     VOCABULARY,
     Family,
     fuse_shared_experts,
+    leave_a_layer_to_transformers,
     make_adapter,
     make_family,
 )
@@ -103,7 +104,23 @@ def test_layers_that_cannot_be_captured_are_named_at_start_up(
         )
     assert "--enable-return-routed-experts cannot capture" in str(failure.value)
     for layer in range(LAYERS):
-        assert f"model.layers.{layer}.block_sparse_moe: " in str(failure.value)
+        assert f"model.layers.{layer}.block_sparse_moe." in str(failure.value)
+
+
+def test_a_single_layer_that_cannot_be_captured_is_named(engines: Engines, tmp_path: Path) -> None:
+    """Its rows would be zeros, beside right ones for the other layers."""
+    make_family(tmp_path / "model", FAMILIES["qwen2-moe"])
+    with pytest.raises(EngineFailed) as failure:
+        engines.run(
+            tmp_path / "model",
+            generate,
+            [],
+            log=tmp_path / "log",
+            model_impl="transformers",
+            before=leave_a_layer_to_transformers,
+        )
+    assert "model.layers.2.mlp.experts: its routing does not go" in str(failure.value)
+    assert "model.layers.1." not in str(failure.value).partition("cannot capture")[2]
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe"])

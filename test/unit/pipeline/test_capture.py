@@ -1,7 +1,10 @@
 """Binding top-k modules to layers, and what they write."""
 
+import re
+
 import pytest
 import torch
+import transformers
 from sglang.srt.layers.moe.topk import TopK, TopKOutputFormat
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 from torch import nn
@@ -100,6 +103,36 @@ def test_what_cannot_be_captured_is_named(topks: tuple, words: str) -> None:
     with pytest.raises(ValueError, match=words) as error:
         capture.bind_layers(model(*topks), SHAPE, buffer(), direct=False)
     assert "--enable-return-routed-experts" in str(error.value)
+
+
+FOREIGN = {
+    "Qwen2MoeConfig": {"num_experts": 8, "mlp_only_layers": [1]},
+    "GptOssConfig": {"num_local_experts": 8},
+    "GraniteMoeConfig": {"num_local_experts": 8},
+    "JambaConfig": {"num_experts": 8},  # every other layer
+    "DeepseekV3Config": {"n_routed_experts": 8, "first_k_dense_replace": 1},
+}
+
+
+@pytest.mark.parametrize("config", FOREIGN)
+def test_one_layer_of_transformers_own_experts_is_named(config: str) -> None:
+    """Whatever else is bound, and however its author calls them. Its dense layers are not named."""
+    chosen = {"num_experts_per_tok": 2, "num_hidden_layers": 3} | FOREIGN[config]
+    with torch.device("meta"):
+        theirs = transformers.AutoModel.from_config(getattr(transformers, config)(**chosen))
+    sparse = [1] if config in ("JambaConfig", "DeepseekV3Config") else [0]
+    ours = model(*(TopK(2, layer_id=layer) for layer in range(3)))
+    for layer, block in enumerate(theirs.layers):
+        if layer in sparse or not holds_experts(block):
+            ours.layers[layer] = block
+    with pytest.raises(ValueError, match="does not go through TopK") as error:
+        capture.bind_layers(ours, SHAPE, buffer(), direct=False)
+    named = {int(i) for i in re.findall(r"layers\.(\d+)\.", str(error.value))}
+    assert named == set(sparse)
+
+
+def holds_experts(block: nn.Module) -> bool:
+    return any("xpert" in name or "moe" in name for name, _ in block.named_modules())
 
 
 def test_width_counts_fused_shared_experts() -> None:

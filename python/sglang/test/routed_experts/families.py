@@ -173,6 +173,21 @@ def fuse_shared_experts() -> None:
     Glm4MoeForCausalLM.determine_num_fused_shared_experts = fuse
 
 
+def leave_a_layer_to_transformers() -> None:
+    """In this process, SGLang does not replace the experts of layer 2 of Qwen2-MoE."""
+    from sglang.srt.models.transformers import TransformersMoEForCausalLM
+    from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeExperts
+
+    load = TransformersMoEForCausalLM.load_weights
+
+    def load_and_leave(model: nn.Module, weights: Any) -> Any:
+        loaded = load(model, weights)
+        model.model.layers[2].mlp.experts = Qwen2MoeExperts(model.config)
+        return loaded
+
+    TransformersMoEForCausalLM.load_weights = load_and_leave
+
+
 def _draw(model: nn.Module) -> None:
     """Weights that keep activations near one, so that routing depends on everything before it."""
     for name, weight in model.named_parameters():

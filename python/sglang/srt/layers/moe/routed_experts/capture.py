@@ -19,6 +19,7 @@ from sglang.srt.layers.moe.routed_experts.policy import RowShape
 _ATTRIBUTE = "routed_experts_capture"
 _OWN_ROUTING = "captures_its_own_routing"  # set by seams in model files
 _LAYER_IN_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|$)")
+_ROUTER_NAME = re.compile(r"(?:^|\.)(?:gate|gating|wg|router)(?:\.|$)")
 
 
 class CaptureBuffer:
@@ -152,8 +153,7 @@ def bind_layers(
         for name, layer in _expert_layers(model).items()
         if name.rpartition(".")[0] not in own_routers
     }
-    if not bound and not missed:
-        missed = _layers_named_like_experts(model)
+    missed |= _foreign_experts(model, shape.num_experts)
     problems += [
         f"{name}: its routing does not go through TopK"
         for name, layer in missed.items()
@@ -204,7 +204,26 @@ def _expert_layers(model: nn.Module) -> dict[str, int | None]:
     }
 
 
-def _layers_named_like_experts(model: nn.Module) -> dict[str, int]:
-    """For the message only: what a model that keeps nothing of SGLang's in its layers calls its MoE blocks."""
-    names = [name for name, _ in model.named_modules() if _LAYER_IN_NAME.search(name)]
-    return {n: layer_index(n, None) for n in names if re.search(r"(moe|experts)$", n)}
+def _foreign_experts(model: nn.Module, num_experts: int) -> dict[str, int]:
+    """Modules that are experts, or their router, by the look of their weights, whoever wrote them: name to layer.
+
+    That is how MoE blocks are found that keep nothing of SGLang's: those of transformers' code, in which SGLang replaces
+    the experts that it knows, in some layers perhaps and not in others.
+    """
+    found: dict[str, int] = {}
+    for name, module in model.named_modules():
+        layer = layer_index(name, None)
+        if layer is not None and _holds_experts(name, module, num_experts):
+            found[name] = layer
+    return found
+
+
+def _holds_experts(name: str, module: nn.Module, num_experts: int) -> bool:
+    """One module an expert, a weight [experts, ..., ...], or a router's weight [experts, hidden]."""
+    if isinstance(module, nn.ModuleList):
+        return len(module) == num_experts
+    dimensions = (3, 2) if _ROUTER_NAME.search(name) else (3,)
+    return any(
+        weight.dim() in dimensions and weight.shape[0] == num_experts
+        for weight in module.parameters(recurse=False)
+    )
