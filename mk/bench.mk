@@ -7,7 +7,7 @@ BENCH_PYTHON ?= python3
 BENCH_ARGS ?=
 BENCH_PLACES = --trees $(BENCH_HOST)/trees --site $(BENCH_HOST)/site
 
-.PHONY: bench-archives bench bench-kernels bench-report
+.PHONY: bench-archives bench bench-kernels bench-ranks bench-report
 bench-archives: branch ## build/bench/*.tar.xz: all that a GPU host without a registry needs
 	@PYTHON='$(PYTHON)' $(BENCH)/prepare.sh
 
@@ -21,6 +21,13 @@ bench: ## on a GPU host: every figure, then the tables and the picture; BENCH_AR
 bench-kernels: ## on a GPU host: how the kernels' cost grows
 	@$(BENCH)/unpack.sh build/bench $(BENCH_HOST)
 	@$(BENCH_PYTHON) $(BENCH)/kernels.py $(BENCH_PLACES) --results $(BENCH_RESULTS)/kernels.json
+
+TP ?= 4
+bench-ranks: ## on a host of TP GPUs: the releases' own table
+	@$(BENCH)/unpack.sh build/bench $(BENCH_HOST)
+	@$(BENCH_PYTHON) $(BENCH)/serving.py $(BENCH_PLACES) --tp $(TP) --sessions published --batches 64 \
+	    --results $(BENCH_RESULTS)/tp$(TP)/serving.json $(BENCH_ARGS)
+	@$(MAKE) --no-print-directory bench-report BENCH_REPORT_PYTHON=$(BENCH_PYTHON)
 
 BENCH_REPORT_PYTHON ?= .venv/bin/python
 bench-report: ## tables into the READMEs and results/figures.png, from results/*.json

@@ -13,17 +13,18 @@ from typing import Any
 _PACKAGES = ("torch", "triton", "transformers", "sglang-kernel", "numpy", "aiohttp")
 
 
-def header(tree: Path, site: Path | None, device: str) -> dict[str, Any]:
+def header(tree: Path, site: Path | None, device: str, gpus: int = 1) -> dict[str, Any]:
     """The head of a results file.
 
     Args:
         tree: our tree, built: where prepare.sh unpacked it, or build/sglang.
         site: folder of packages that the servers use beside the interpreter's.
         device: "cuda" or "cpu".
+        gpus: on how many of them a server runs.
     """
     commit, built = identity(tree)
     return {
-        "machine": machine(device),
+        "machine": machine(device, gpus),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "commit": commit,
         "tree": built,
@@ -40,11 +41,11 @@ def identity(tree: Path) -> tuple[str, str]:
     return _git(Path(__file__).parent, "HEAD"), _git(tree, "HEAD:python")
 
 
-def machine(device: str) -> str:
+def machine(device: str, gpus: int = 1) -> str:
     """The accelerator's name as its driver says it, or the processor's."""
     if device == "cpu":
         return f"CPU engine, {platform.machine()}"
-    return f"one {_nvidia_smi('name')}"
+    return f"{'one' if gpus == 1 else gpus} {_nvidia_smi('name')}"
 
 
 def software(site: Path | None, device: str) -> dict[str, str]:

@@ -25,6 +25,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     add("--model", choices=model.MODELS, default="qwen3-30b-a3b")
     add("--layers", type=int, help="another number of layers than the model has")
     add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--tp", type=int, default=1, help="GPUs that each server runs on")
     add("--piecewise", action="store_true", help="leave piecewise CUDA graphs on")
     add("--server-args", default="", help="further arguments for every server")
     return made
@@ -45,6 +46,7 @@ def setup(arguments: argparse.Namespace, timed: bool) -> Setup:
         work=work,
         model=shape,
         device=arguments.device,
+        tp=arguments.tp,
         piecewise=arguments.piecewise,
         timed=timed,
         extra=shlex.split(arguments.server_args),
@@ -53,7 +55,7 @@ def setup(arguments: argparse.Namespace, timed: bool) -> Setup:
 
 def header(made: Setup) -> dict[str, Any]:
     """The head of the results file."""
-    about = host.header(made.trees / "ours", made.site, made.device)
+    about = host.header(made.trees / "ours", made.site, made.device, made.tp)
     _, *arguments = made.arguments(Engine("ours", True))  # the first is the model's folder
     return {
         **about,

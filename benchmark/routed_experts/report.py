@@ -3,12 +3,13 @@
     python report.py [--results FOLDER] [--into FILE ..]     (`make bench-report`)
 
 Puts tables between their markers in the files named, such as `<!-- figures -->` and
-`<!-- /figures -->` (also: absolute, growth), and the picture beside the results.
+`<!-- /figures -->` (also: absolute, growth, published), and the picture beside the results.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -180,6 +181,36 @@ def _caption(data: Data) -> str:
     )
 
 
+def published(data: Data) -> str:
+    """Throughput and latency at batch 64, nobody asks, in the form of the releases' own table."""
+    rows = {
+        (r["engine"], r["flag"]): r
+        for r in data["rows"]
+        if (r["batch"], r["asked"]) == (_BATCH, "no")
+    }
+    if not rows:
+        return ""
+    first = rows.get(("base", True))
+    lines = []
+    for engine, flag in (("ours", False), ("base", True), ("peer", True), ("ours", True)):
+        if row := rows.get((engine, flag)):
+            against = _against(data, row, first) if first else ["", ""]
+            tps, latency = middle(row["output_tps"]), middle(row["latency_s"])
+            name = f"{ENGINES[engine]}, flag {'on' if flag else 'off'}"
+            lines.append([name, f"{tps:,.0f}", against[0], f"{latency:.2f} s", against[1]])
+    head = ["batch 64, 1,024 in, 512 out", "output tok/s", "", "latency", ""]
+    return "\n\n".join((_table(head, lines), f"`{data['server']}`\n\n{_caption(data)}"))
+
+
+def _against(data: Data, row: Data, first: Data) -> list[str]:
+    """Change of tok/s and of latency against the row `first`, from runs of the same round."""
+    if row is first:
+        return ["", ""]
+    fields = ("output_tps", "latency_s")
+    ratios = [paired_ratios(data, row, first, field) for field in fields]
+    return [f"{middle(each) - 1:+.1%}" if each else "" for each in ratios]
+
+
 def growth(data: Data) -> str:
     """How the kernels' cost grows: tokens, layers and top-k, and rows of a request."""
     all_kernels = data.get("kernels", [])
@@ -267,6 +298,8 @@ def main() -> None:
     except ResultsError as error:
         sys.exit(f"error: {error}")
     texts = {"figures": figures(data), "absolute": absolute(data), "growth": growth(data)}
+    several = sorted(arguments.results.glob("tp*/serving.json"))
+    texts["published"] = "\n\n".join(published(json.loads(file.read_text())) for file in several)
     for file in arguments.into:
         found = [marker for marker, text in texts.items() if put(text, marker, file)]
         print(f"{file}: {', '.join(found) or 'no markers'}")

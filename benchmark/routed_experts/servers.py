@@ -55,6 +55,7 @@ class Setup:
         site: folder of Python packages put behind the tree, or None where the interpreter has them.
         work: folder for configs, logs and traces.
         device: "cuda" or "cpu" (the CPU engine: to try the scripts, its figures mean nothing).
+        tp: GPUs of each server; every server runs on the same ones.
         piecewise: leave the base's piecewise CUDA graphs on. Off by default: their capture takes
             longer than most measurements here, and they touch prefill alone.
         timed: measure the scheduler's thread (scheduler_time.py).
@@ -66,6 +67,7 @@ class Setup:
     work: Path
     model: Model
     device: str = "cuda"
+    tp: int = 1
     piecewise: bool = False
     timed: bool = False
     extra: Sequence[str] = ()
@@ -94,6 +96,7 @@ class Setup:
             "--log-level=info",
             "--max-running-requests=256",
             f"--max-total-tokens={KV_TOKENS}",
+            *([f"--tp-size={self.tp}"] if self.tp > 1 else []),
             *(["--enable-return-routed-experts"] if engine.flag else []),
             *(self._gpu_arguments() if self.device == "cuda" else self._cpu_arguments()),
             *engine.arguments,
@@ -122,6 +125,7 @@ class Setup:
             "PYTHONPATH": os.pathsep.join(path),
             "SGLANG_IS_FLASHINFER_AVAILABLE": "false",
             "HF_HUB_OFFLINE": "1",
+            "NCCL_NVLS_ENABLE": "0",  # a fault in NVLink multicast can take all GPUs of a host down
             "SCHEDULER_TIME_DIR": str(self.times / engine.name),
             **({"SGLANG_USE_CPU_ENGINE": "1"} if self.device == "cpu" else {}),
         }

@@ -24,7 +24,7 @@ import stall
 from profile_step import profile_decode
 from results import Results, ResultsError
 from servers import Engine, Fleet, Server, ServerError
-from sessions import CASES, SESSIONS, Case, Session
+from sessions import CASES, ON_ONE_GPU, SESSIONS, Case, Session
 from step_trace import TraceError
 
 
@@ -184,7 +184,7 @@ def _end(*_: object) -> None:
 def main() -> None:
     parser = options.parser(__doc__)
     add = parser.add_argument
-    add("--sessions", type=lambda text: text.split(","), default=list(SESSIONS))
+    add("--sessions", type=lambda text: text.split(","), default=ON_ONE_GPU)
     add("--batches", type=lambda text: [int(b) for b in text.split(",")], default=[1, 8, 64, 256])
     add("--pairs", type=int, default=5, help="rounds of batch 1 and 64")
     add("--few-pairs", type=int, default=2, help="rounds of batch 8 and 256")

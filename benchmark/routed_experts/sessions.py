@@ -1,4 +1,4 @@
-"""What is compared: sessions of two servers that share the GPU, and their loads."""
+"""What is compared: sessions of servers that share the GPUs, and their loads."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Session:
-    """Two servers; `asked` says what each is asked, in the order A B (every other round B A).
+    """Servers; `asked` says what each is asked, in order (every other round in reverse).
 
     stalls: how long a finishing request holds up the others is measured instead, asked so. "no" is
         the control: what a long request costs the others without any rows.
@@ -73,4 +73,8 @@ SESSIONS = {
     "stall": Session({}, stalls={OURS_STALL: ["auto", "int32", "no"], PEER_STALL: ["int32"]}),
     "peer": Session({PEER_OFF: ["no"], PEER_ON: ["no", "int32"]}),
     "base": Session({OURS_OFF: ["no"], BASE_ON: ["no", "int32"]}),
+    # As the releases' own table has it: nobody asks. Four servers share the GPUs: four GPUs at
+    # least.
+    "published": Session({engine: ["no"] for engine in (OURS_OFF, BASE_ON, PEER_ON, OURS_ON)}),
 }
+ON_ONE_GPU = [name for name in SESSIONS if name != "published"]

@@ -51,6 +51,22 @@ def test_figures_tell_wins_and_losses(tmp_path: Path) -> None:
     assert "commit ccccccccc" in text
 
 
+def test_published_table(tmp_path: Path) -> None:
+    """Changes are taken round by round, against the base with the flag on."""
+    results = Results(tmp_path / "r.json", {**HEADER, "server": "--tp-size=4"})
+    speeds = {("base", True): (800.0, 900.0), ("ours", True): (1_000.0, 1_080.0)}
+    for (engine, flag), runs in speeds.items():
+        key = {"engine": engine, "flag": flag, "asked": "no", **SHAPE}
+        for i, tps in enumerate(runs):
+            times = {"latency_s": 4_000 / tps, "ttft_s": 1.0}
+            results.add_run(key, f"published/{i}", output_tps=tps, problems=[], **times)
+    text = report.published(results.data)
+    assert "| 0.5.10.post1, flag on | 850 |  | 4.72 s |  |" in text
+    assert "| ours, flag on | 1,040 | +22.5% | 3.85 s | -18.3% |" in text
+    assert "--tp-size=4" in text
+    assert "0.5.11, flag on" not in text  # it did not run
+
+
 def test_wrong_rows_are_told(tmp_path: Path) -> None:
     data = _results(tmp_path / "r.json")
     data["rows"][0]["problems"][0] = ["request 0 has no rows"]

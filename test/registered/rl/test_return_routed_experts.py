@@ -1,9 +1,10 @@
 """Rows of a server with overlap scheduling against one without, and of both against transformers.
 
 The server without overlap copies within each step: the baseline. Not one id may differ, on any of
-the three endpoints. Everywhere: a model of 48 layers, 128 experts, top-8, in float32, made on the
-spot, which transformers can judge. DP attention over two ranks: on the CPU with a smaller model, on
-hosts with two GPUs or more with the full one; with four and DeepEP, scattered over them as well.
+the three endpoints. A model of 48 layers, 128 experts, top-8, made on the spot, which transformers
+can judge: on one rank, and with DP attention over two (on the CPU with fewer layers and experts; a
+host with GPUs needs two). Hosts with two GPUs or more also run the full Qwen3-30B-A3B, from
+ROUTED_EXPERTS_MODEL (a folder or a repository), with four and DeepEP scattered over them as well.
 
     ROUTED_EXPERTS_IDS=9517440 python test/registered/rl/test_return_routed_experts.py    # the
     published scale
@@ -33,7 +34,9 @@ from sglang.test.routed_experts.tiny_moe import Shape, make_model
 register_cuda_ci(est_time=900, suite="stage-b-test-2-gpu-large")
 
 IDS = int(os.environ.get("ROUTED_EXPERTS_IDS", "300000"))  # to compare at least, for each endpoint
-FULL_MODEL = "Qwen/Qwen3-30B-A3B"
+GPUS = torch.cuda.device_count()
+FULL_MODEL = os.environ.get("ROUTED_EXPERTS_MODEL", "Qwen/Qwen3-30B-A3B")  # or a folder
+FULL_SHAPE = Shape(layers=48, experts=128, top_k=8)
 WORDS = ("each", "token", "is", "sent", "to", "few", "experts", "in", "every", "layer")
 
 
@@ -76,10 +79,9 @@ class Overlap:
         log = Path(cls.scratch.name) / "server.log"
         say(f"{cls.ranks} {name}: starting the server")
         answers = {}
-        gpu = torch.cuda.is_available()
         with (
             mock.patch.dict(os.environ, cls.environment),
-            Server(cls.model, (FLAG, *flags), log=log, gpu=gpu, start_timeout=900) as server,
+            Server(cls.model, (FLAG, *flags), log=log, gpu=GPUS > 0, start_timeout=900) as server,
         ):
             client = Client(server.url, cls.model)
             for endpoint in ENDPOINTS:
@@ -156,26 +158,27 @@ class TestAnyMachine(AgainstTransformers, unittest.TestCase):
 
     @classmethod
     def prepare(cls, scratch: Path) -> Path:
-        return make_model(scratch / "model", Shape(layers=48, experts=128, top_k=8))
+        return make_model(scratch / "model", FULL_SHAPE)
 
 
-@unittest.skipIf(torch.cuda.is_available(), "with GPUs, the full model has the ranks")
+@unittest.skipIf(GPUS == 1, "needs two GPUs, or none")
 class TestTwoRanks(AgainstTransformers, unittest.TestCase):
     """Two ranks on the CPU are slow at experts and at decoding: few of those, little of that."""
 
     ranks = "tp 2 dp 2"
     flags = ("--tp", "2", "--dp", "2", "--enable-dp-attention", "--chunked-prefill-size", "512")
     environment: ClassVar[dict[str, str]] = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    ids = min(IDS, 700_000)
+    ids = IDS if GPUS else min(IDS, 700_000)
     prompt_words = (4, 120)
-    new_tokens = 12
+    new_tokens = 64 if GPUS else 12
+    shape: ClassVar[Shape] = FULL_SHAPE if GPUS else Shape(layers=12, experts=16, top_k=8)
 
     @classmethod
     def prepare(cls, scratch: Path) -> Path:
-        return make_model(scratch / "model", Shape(layers=12, experts=16, top_k=8))
+        return make_model(scratch / "model", cls.shape)
 
 
-@unittest.skipIf(torch.cuda.device_count() < 2, "the full model needs two GPUs")
+@unittest.skipIf(GPUS < 2, "the full model needs two GPUs")
 class TestFullModel(Overlap, unittest.TestCase):
     ranks = "tp 2 dp 2, full model"
     # Batches differ from run to run: only kernels that do not care give one text and one routing.
@@ -186,11 +189,11 @@ class TestFullModel(Overlap, unittest.TestCase):
     def prepare(cls, scratch: Path) -> Path:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(os.environ.get("ROUTED_EXPERTS_MODEL", FULL_MODEL)))
+        return Path(FULL_MODEL if Path(FULL_MODEL).is_dir() else snapshot_download(FULL_MODEL))
 
 
 @unittest.skipIf(
-    torch.cuda.device_count() < 4 or importlib.util.find_spec("deep_ep") is None,
+    GPUS < 4 or importlib.util.find_spec("deep_ep") is None,
     "DeepEP, with two ranks of attention each, needs four GPUs",
 )
 class TestDeepEP(TestFullModel):
