@@ -75,25 +75,27 @@ WAITS_IN_PLACE = ("overlap-off", "ngram", "draft-tree")
 SAME_TEXT = [7, 8, 9, 10] * 40
 
 
-def flags_of(name: str, model: Path, other: Path) -> list:
-    return CONFIGURATIONS[name].format(model=model, other=other).split()
+def start_named(name: str, port: int, model: Path, other: Path, out: Path) -> subprocess.Popen:
+    """The server of one of the configurations above."""
+    flags = CONFIGURATIONS[name].format(model=model, other=other).split()
+    guard = "" if name in WAITS_IN_PLACE else "sync_guard"
+    return start(name, port, model, out, COMMON + flags, guard, name in OVERLAPPED_DRAFTS)
 
 
-def start(name: str, port: int, model: Path, out: Path, extra: list) -> subprocess.Popen:
-    environment = os.environ | {
-        "PYTHONPATH": f"{HERE / 'sync_guard'}:{os.environ['PYTHONPATH']}",
-        "PYTHONUNBUFFERED": "1",
-    }
-    if name in WAITS_IN_PLACE:
-        environment["PYTHONPATH"] = os.environ["PYTHONPATH"]
-    if name in OVERLAPPED_DRAFTS:
+def start(
+    name: str, port: int, model: Path, out: Path, arguments: list, guard: str, spec_v2: bool
+) -> subprocess.Popen:
+    """Start a server. guard: folder beside this file that goes on its PYTHONPATH, or ""."""
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    if guard:
+        environment["PYTHONPATH"] = f"{HERE / guard}:{os.environ['PYTHONPATH']}"
+    if spec_v2:
         environment["SGLANG_ENABLE_SPEC_V2"] = "1"
     return subprocess.Popen(
         [
             *(sys.executable, "-m", "sglang.launch_server"),
             *("--model-path", str(model), "--port", str(port)),
-            *COMMON,
-            *extra,
+            *arguments,
         ],
         stdout=open(out / f"{name}.log", "w"),
         stderr=subprocess.STDOUT,
@@ -221,10 +223,7 @@ def main() -> int:
     model = make_model(args.out / "model", Shape())
     other = make_model(args.out / "other", Shape(seed=1))
     servers = {
-        name: (
-            31100 + i * 50,
-            start(name, 31100 + i * 50, model, args.out, flags_of(name, model, other)),
-        )
+        name: (31100 + i * 50, start_named(name, 31100 + i * 50, model, other, args.out))
         for i, name in enumerate(args.only)
     }
     failed = 0

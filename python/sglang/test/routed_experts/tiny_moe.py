@@ -38,7 +38,11 @@ _EXPERT_OUTPUT = 1e-6
 
 @dataclass(frozen=True)
 class Shape:
-    """Size of the model. `hidden` is a multiple of 32: half code, a quarter for each memory."""
+    """Size of the model. `hidden` is a multiple of 32: half code, a quarter for each memory.
+
+    recall: weight of the memories for the next token. Below one, the last token alone often decides
+        it, so that a draft model that knows no other (drafts.py) is often right. A power of two.
+    """
 
     layers: int = 8
     experts: int = 32
@@ -46,6 +50,7 @@ class Shape:
     hidden: int = 64
     max_tokens: int = 8192
     seed: int = 0
+    recall: float = 1.0
 
     def __post_init__(self) -> None:
         if self.hidden % 32:
@@ -136,6 +141,7 @@ def _weights(shape: Shape, config: Qwen3MoeConfig, printable: list[int]) -> dict
     embedding[:, one] = 1
     embedding[:, one + 1 :] = 0
     head = scores(VOCABULARY)
+    head[:, one + 1 :] *= shape.recall
     unprintable = torch.ones(VOCABULARY, dtype=torch.bool)
     unprintable[printable] = False
     head[unprintable, one] = -1000

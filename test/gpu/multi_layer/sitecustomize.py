@@ -1,0 +1,63 @@
+"""On PYTHONPATH of a server with several draft layers, on a host without FlashAttention 3's kernels.
+
+The base gives these draft layers FlashAttention 3 whatever --attention-backend says. Here they get
+Triton's, for graphs of as many tokens as that layer has: what a draft proposes is not under test,
+what the target makes of it is. Guards against synchronization as sync_guard does.
+"""
+
+import importlib.abc
+import importlib.util
+import runpy
+import sys
+from pathlib import Path
+
+_DRAFTS = "sglang.srt.layers.attention.flashattention_backend"
+_POLICY = "sglang.srt.layers.moe.routed_experts.policy"
+
+
+def _give_drafts_triton(module) -> None:
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+    class DraftLayerBackend(TritonAttnBackend):
+        def __init__(self, model_runner, skip_prefill=False, speculative_step_id=0):
+            super().__init__(model_runner, skip_prefill)
+            self.speculative_num_steps += speculative_step_id
+
+        def init_forward_metadata_capture_cuda_graph(self, *args, **kwargs):
+            super().init_forward_metadata_capture_cuda_graph(*args, **kwargs)
+            metadata = self.forward_metadata  # Triton's has no window for this mode in a graph
+            metadata.window_kv_indptr = metadata.kv_indptr
+            metadata.window_kv_indices = metadata.kv_indices
+
+    module.FlashAttentionBackend = DraftLayerBackend
+    print("several draft layers: attention by Triton", flush=True)
+
+
+def _lift_refusal(module) -> None:
+    """Until this test has passed, the refusal stands."""
+    module.REFUSALS = tuple(r for r in module.REFUSALS if r.flag != "--enable-multi-layer-eagle")
+
+
+class _After(importlib.abc.MetaPathFinder):
+    """Does something to a module right after it was imported."""
+
+    def __init__(self, name, action) -> None:
+        self._name, self._action = name, action
+
+    def find_spec(self, name, path=None, target=None):
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_and_act(module):
+            execute(module)
+            self._action(module)
+
+        spec.loader.exec_module = exec_and_act
+        return spec
+
+
+sys.meta_path[:0] = [_After(_DRAFTS, _give_drafts_triton), _After(_POLICY, _lift_refusal)]
+runpy.run_path(str(Path(__file__).parents[1] / "sync_guard" / "sitecustomize.py"))
