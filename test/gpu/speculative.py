@@ -14,27 +14,31 @@ import concurrent.futures
 import contextlib
 import json
 import os
-import string
 import sys
 import threading
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from subprocess import Popen
 
 import numpy as np
 import requests
 from values import COMMON, Reference, start, wait
 
 from sglang.test.routed_experts import drafts
-from sglang.test.routed_experts.tiny_moe import Shape, make_model
+from sglang.test.routed_experts.tiny_moe import Shape, byte_tokenizer, make_model
 
 SHAPE = Shape(recall=0.25)
-FLAGS = [flag for flag in COMMON if flag != "--skip-tokenizer-init"] + (
-    "--max-running-requests 64 --max-total-tokens 100000 --disable-piecewise-cuda-graph"
-    " --cuda-graph-bs 1 4 24 64"
-).split()
+# With the tokenizer, for stop strings. A few graphs, so that batches are padded and start-up is short.
+FLAGS = " ".join(flag for flag in COMMON if flag != "--skip-tokenizer-init") + (
+    " --max-running-requests 64 --max-total-tokens 100000 --disable-piecewise-cuda-graph"
+    " --cuda-graph-bs 1 4 24 64 --watchdog-timeout 300 "
+)
 CHAIN = " --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
 TREE = " --speculative-num-steps 3 --speculative-eagle-topk 2 --speculative-num-draft-tokens 6"
 PLAIN = "plain"
+LATER = ("turns", "max_new_tokens", "stop tokens", "stop strings")
+TOKENIZER = byte_tokenizer()
 ROW = (SHAPE.layers, SHAPE.top_k)
 
 
@@ -136,41 +140,6 @@ class Checker:
         self._lock = threading.Lock()
         self.plain: dict[str, list[Answer]] = {}
 
-    def loads(self) -> dict[str, tuple[list[Ask], int]]:
-        """name -> (requests, how many at once). Those made of plain's answers need them first."""
-        rng = np.random.default_rng(0)
-
-        def ask(length: int, new_tokens: int) -> Ask:
-            return Ask(tuple(rng.integers(3, 200, length).tolist()), new_tokens)
-
-        lengths, outputs = (1, 5, 37, 64, 256, 257, 700, 1500), (1, 2, 3, 6, 40, 97, 150, 200)
-        many = [ask(lengths[i % 8], outputs[(i // 8 + i) % 8]) for i in range(128)]
-        return {
-            "batch 64": (many, 64),
-            "batch 1": ([ask(20 + i, 30 + i) for i in range(5)], 1),
-        }
-
-    def later_loads(self) -> dict[str, tuple[list[Ask], int]]:
-        """Second turns, whose prompt ends in tokens that a verify forward has cached; and ends."""
-        many, _ = self.loads()["batch 64"]
-        first = list(zip(many, self.plain["batch 64"]))
-        turns = [Ask(a.prompt + b.tokens + (7, 8, 9), 30) for a, b in first if a.new_tokens > 30]
-        long = [(a, b) for a, b in first if a.new_tokens == 97][:12]
-        lengths = [Ask(a.prompt, n) for a, _ in long for n in (2, 4, 7, 12, 18, 29)]
-        stops, words = [], []
-        for a, b in long:
-            fresh = [k for k in range(2, 60) if b.tokens[k] not in b.tokens[:k]]
-            stops += [Ask(a.prompt, 97, {"stop_token_ids": [b.tokens[k]]}) for k in fresh[::3]]
-            text = [_text(t) for t in b.tokens]
-            pairs = [k for k in range(3, 60) if "".join(text[k : k + 2]) not in "".join(text[:k])]
-            words += [Ask(a.prompt, 97, {"stop": "".join(text[k : k + 2])}) for k in pairs[::12]]
-        return {
-            "turns": (turns, 32),
-            "max_new_tokens": (lengths, 48),
-            "stop tokens": (stops, 48),
-            "stop strings": (words, 48),
-        }
-
     def mismatches(self, ask: Ask, answer: Answer) -> int:
         tokens = (ask.prompt + answer.tokens)[:-1]
         with self._lock:
@@ -178,49 +147,82 @@ class Checker:
                 self._known[tokens] = np.sort(self._reference.ids(list(tokens)), -1)
         return int((answer.rows != self._known[tokens]).sum())
 
+    def unlike_plain(self, load: str, i: int, answer: Answer) -> bool:
+        """Tokens behind a stop string may be returned, as many as were accepted with it."""
+        plain = self.plain[load][i]
+        tokens = len(plain.tokens) if load == "stop strings" else len(answer.tokens)
+        same = answer.tokens[:tokens] == plain.tokens
+        return not same or (answer.rows[: len(plain.rows)] != plain.rows).any()
 
-def _text(token: int) -> str:
-    """Printable tokens are bytes in the byte-level alphabet's order, which begins with `!`."""
-    return string.punctuation and chr(ord("!") + token)
+    @cached_property
+    def loads(self) -> dict[str, tuple[list[Ask], int]]:
+        """Name -> requests, and how many of them at once."""
+        rng = np.random.default_rng(0)
+
+        def ask(length: int, new_tokens: int) -> Ask:
+            return Ask(tuple(rng.integers(3, 200, length).tolist()), new_tokens)
+
+        lengths, outputs = (1, 5, 37, 64, 256, 257, 700, 1500), (1, 2, 3, 6, 40, 97, 150, 200)
+        many = [ask(lengths[i % 8], outputs[(i // 8 + i) % 8]) for i in range(128)]
+        return {"many": (many, 64), "one by one": ([ask(20 + i, 30 + i) for i in range(5)], 1)}
+
+    @cached_property
+    def later_loads(self) -> dict[str, tuple[list[Ask], int]]:
+        """Made of plain's answers: second turns, whose prompt ends in tokens that a verify forward has
+        cached, and requests that end at a chosen token."""
+        first = list(zip(self.loads["many"][0], self.plain["many"]))
+        turns = [Ask(a.prompt + b.tokens + (7, 8, 9), 30) for a, b in first if a.new_tokens > 30]
+        long = [(a.prompt, b.tokens) for a, b in first if a.new_tokens == 97][:12]
+        lengths = [Ask(prompt, n) for prompt, _ in long for n in (2, 4, 7, 12, 18, 29)]
+        tokens, strings = [], []
+        for prompt, answer in long:
+            new = [k for k in range(2, 60) if answer[k] not in answer[:k]]
+            tokens += [Ask(prompt, 97, {"stop_token_ids": [answer[k]]}) for k in new[::3]]
+            text = TOKENIZER.decode(answer)
+            new = [k for k in range(3, 60) if text[k : k + 2] not in text[: k + 1]]
+            graphic = [k for k in new if text[k : k + 2].isalnum()]
+            strings += [Ask(prompt, 97, {"stop": text[k : k + 2]}) for k in graphic[::3]]
+        return {
+            "turns": (turns, 32),
+            "max_new_tokens": (lengths, 48),
+            "stop tokens": (tokens, 48),
+            "stop strings": (strings, 48),
+        }
 
 
 def check(name: str, server: Server, checker: Checker) -> dict:
-    """Ask everything of one server."""
+    """Ask everything of one server; the one without drafts comes first."""
     faults: list[str] = []
-    wrong = compared = unlike_plain = verified = produced = inside = cached = 0
-    loads = checker.loads()
-    for load in [*loads, *(() if name == PLAIN else checker.later_loads())]:
-        asks, at_once = loads.get(load) or checker.later_loads()[load]
+    wrong = compared = unlike = verified = produced = inside = cached = 0
+    for load in (*checker.loads, *LATER):
+        asks, at_once = (checker.loads if load in checker.loads else checker.later_loads)[load]
         answers = server.ask_all(asks, at_once)
         if name == PLAIN:
             checker.plain[load] = answers
         for i, (ask, answer) in enumerate(zip(asks, answers)):
             bad = checker.mismatches(ask, answer)
             wrong, compared = wrong + bad, compared + answer.rows.size
-            meta = answer.meta
+            unlike += checker.unlike_plain(load, i, answer)
+            meta, tokens = answer.meta, len(answer.tokens)
             steps = meta.get("spec_verify_ct", 0)
-            verified, produced = verified + steps, produced + (len(answer.tokens) - 1) * (steps > 0)
-            over = 1 + steps + meta.get("spec_accept_token_num", 0) - len(answer.tokens)
-            inside += steps > 0 and over > 0
+            verified, produced = verified + steps, produced + (tokens - 1) * (steps > 0)
+            # The workers that run ahead count what they accepted, also behind the end.
+            inside += steps > 0 and 1 + steps + meta["spec_accept_token_num"] > tokens
             cached += load == "turns" and meta["cached_tokens"] > len(ask.prompt) // 2
-            if load in checker.plain:
-                plain = checker.plain[load][i]
-                unlike_plain += plain.tokens != answer.tokens or (plain.rows != answer.rows).any()
             if bad and len(faults) < 5:
                 faults.append(f"{load}, prompt of {len(ask.prompt)}: {bad} ids")
-            if load == "stop tokens" and answer.tokens[-1] != ask.sampling["stop_token_ids"][0]:
-                faults.append(f"{load}: ends in {answer.tokens[-1]}, {meta['finish_reason']}")
+            if meta["finish_reason"]["type"] != ("stop" if load.startswith("stop") else "length"):
+                faults.append(f"{load}: {meta['finish_reason']}")
     accepted = produced / verified if verified else 0.0
+    if unlike:
+        faults.append(f"{unlike} answers differ from those without drafts")
+    if not cached:
+        faults.append("no second turn found its first in the cache")
     case = CASES[name]
-    if unlike_plain:
-        faults.append(f"{unlike_plain} answers differ from those without drafts")
-    if case.accepts is not None:
-        if (accepted > 1.5) != case.accepts or verified == 0:
-            faults.append(f"{accepted:.2f} tokens a step: not what this draft is for")
-        if not cached:
-            faults.append("no second turn found its first in the cache")
-        if case.accepts and case.overlapped and inside < 20:
-            faults.append(f"only {inside} answers ended inside an accepted run")
+    if case.accepts is not None and (verified == 0 or (accepted > 1.5) != case.accepts):
+        faults.append(f"{accepted:.2f} tokens a step: not what this draft is for")
+    if case.accepts and case.overlapped and inside < 20:
+        faults.append(f"only {inside} answers ended inside an accepted run")
     return {
         "mismatches": wrong,
         "compared": compared,
@@ -229,6 +231,15 @@ def check(name: str, server: Server, checker: Checker) -> dict:
         "prefix_hits": int(cached),
         "faults": faults[:8],
     }
+
+
+def try_check(name: str, process: Popen, port: int, limit: float, checker: Checker) -> dict:
+    if not wait(process, port, limit):
+        return {"mismatches": None, "faults": ["did not start"]}
+    try:
+        return check(name, Server(port), checker)
+    except Exception as error:  # the other servers are still worth their time
+        return {"mismatches": None, "faults": [repr(error)[:300]]}
 
 
 def main() -> int:
@@ -240,30 +251,29 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     models = make_models(args.out / "models")
     names = [PLAIN, *(name for name in args.only if name != PLAIN)]
-    processes, results = {}, {}
+    ports = {name: 32100 + 50 * i for i, name in enumerate(names)}
+    processes: dict[str, Popen] = {}
+    results: dict[str, dict] = {}
     try:
-        for i, name in enumerate(names):
-            case, port = CASES[name], 32100 + i * 50
-            flags = case.flags.format(**models).split()
+        for name in names:
+            case = CASES[name]
+            flags = (FLAGS + case.flags.format(**models)).split()
             guard = case.guard if case.overlapped else ""
             processes[name] = start(
-                name, port, models[case.model], args.out, FLAGS + flags, guard, case.overlapped
+                name, ports[name], models[case.model], args.out, flags, guard, case.overlapped
             )
         checker = Checker(models["qwen3"])
-        for i, name in enumerate(names):
-            port = 32100 + i * 50
-            if not wait(processes[name], port, args.start_limit):
-                results[name] = {"mismatches": None, "faults": ["did not start"], "compared": 0}
-            else:
-                try:
-                    results[name] = check(name, Server(port), checker)
-                except Exception as error:  # the next server is still worth its time
-                    results[name] = {"mismatches": None, "faults": [repr(error)[:300]]}
-            result = results[name]
-            result["ok"] = result["mismatches"] == 0 and not result["faults"]
-            verdict = "ok" if result["ok"] else "FAILED"
-            print(f"{name:14} {verdict:6} {json.dumps(result)}", flush=True)
+
+        def report(name: str) -> None:
+            result = try_check(name, processes[name], ports[name], args.start_limit, checker)
+            ok = result["mismatches"] == 0 and not result["faults"]
+            results[name] = result | {"ok": ok}
+            print(f"{name:14} {'ok' if ok else 'FAILED':6} {json.dumps(result)}", flush=True)
             (args.out / "speculative.json").write_text(json.dumps(results, indent=1))
+
+        report(PLAIN)
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            list(pool.map(report, names[1:]))
     finally:
         for process in processes.values():
             with contextlib.suppress(ProcessLookupError):

@@ -150,7 +150,9 @@ def _route_by_sigmoid(weights: Weights, mlp: str) -> None:
 def _add_nextn_layer(weights: Weights, shape: Shape) -> None:
     """A copy of the first layer behind the last. Its attention is silenced, its router is shuffled."""
     first, last = "model.layers.0.", f"model.layers.{shape.layers}."
-    copy = {name.removeprefix(first): w.clone() for name, w in weights.items() if name.startswith(first)}
+    copy = {
+        name.removeprefix(first): w.clone() for name, w in weights.items() if name.startswith(first)
+    }
     copy["mlp.gate.weight"] = copy["mlp.gate.weight"].roll(1, 0)  # other experts than layer 0's
     copy["self_attn.o_proj.weight"].zero_()
     weights |= {last + name: tensor for name, tensor in copy.items()}
