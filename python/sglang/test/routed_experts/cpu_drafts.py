@@ -5,6 +5,7 @@ workers, models and everything about rows are the real ones.
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ def speculate_on_cpu() -> None:
     """In this process and those forked from it, let the EAGLE workers run on the CPU."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-    from sglang.srt.speculative import eagle_info_v2, eagle_utils, eagle_worker_v2, spec_utils
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
+
+    from sglang.srt.speculative import eagle_info_v2, eagle_utils, eagle_worker_v2, spec_utils
 
     torch.cuda.synchronize = torch.Tensor.record_stream = _nothing
     MHATokenToKVPool._init_kv_copy_and_warmup = _nothing  # for KV that moves: not in a chain
@@ -25,7 +27,7 @@ def speculate_on_cpu() -> None:
     eagle_info_v2.assign_extend_cache_locs_func = _slots_to_verify
     eagle_info_v2.assign_draft_cache_locs_page_size_1 = _Kernel(_slots_to_draft)
     eagle_worker_v2.fill_new_verified_id = _Kernel(_last_accepted)
-    DraftBackendFactory.create_decode_backend = lambda factory: _DraftAttention(factory)
+    DraftBackendFactory.create_decode_backend = _draft_attention
     DraftBackendFactory.create_draft_extend_backend = _nothing
     TorchNativeAttnBackend.get_verify_buffers_to_fill_after_draft = lambda self: [None, None]
     extend = TorchNativeAttnBackend.forward_extend
@@ -46,16 +48,13 @@ class _Kernel:
         return self._function
 
 
-class _DraftAttention:
-    """The draft's attention of each further step. It looks at the verified tokens alone."""
+def _draft_attention(factory: Any) -> SimpleNamespace:
+    """The draft's attention in each further step. It looks at the verified tokens alone."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-    def __init__(self, factory: Any) -> None:
-        from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-
-        one = TorchNativeAttnBackend(factory.draft_model_runner)
-        self.attn_backends = [one] * factory.speculative_num_steps
-
-    init_forward_metadata = _nothing
+    one = TorchNativeAttnBackend(factory.draft_model_runner)
+    backends = [one] * factory.speculative_num_steps
+    return SimpleNamespace(attn_backends=backends, init_forward_metadata=_nothing)
 
 
 def _verify_as_extend(extend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
