@@ -13,7 +13,7 @@ from patchkit.problem import Problem
 
 SUFFIX = ".edits.yml"
 MOST_LINES = 5
-OPERATIONS = ("before", "after", "prepend", "append", "fix")
+OPERATIONS = ("before", "after", "prepend", "append", "fix", "delete")
 METAVARIABLE = re.compile(r"\$\$\$([A-Z_][A-Z0-9_]*)|\$([A-Z_][A-Z0-9_]*)")
 _KEYS = {"name", "commit", "why", "matches", "rule", "constraints", "utils", *OPERATIONS}
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
@@ -36,6 +36,8 @@ class Edit:
     @property
     def lines(self) -> int:
         """Lines of our text at each match; a line that is only a metavariable is the base's."""
+        if self.operation == "delete":
+            return 0
         text = self.text.removesuffix("\n").split("\n")
         return sum(not METAVARIABLE.fullmatch(line.strip()) for line in text)
 
@@ -78,7 +80,7 @@ def load(root: Path, file: Path) -> tuple[list[Edit], list[str]]:
                 matches=entry["matches"],
                 rule={"rule": entry["rule"], **extra},
                 operation=operation,
-                text=entry[operation],
+                text="" if operation == "delete" else entry[operation],
             )
         )
     return edits, problems
@@ -100,6 +102,8 @@ def _faults(entry: Any) -> list[str]:
     operations = [o for o in OPERATIONS if o in entry]
     if len(operations) != 1:
         faults.append(f"wants exactly one of {', '.join(OPERATIONS)}, has {len(operations)}")
+    elif operations[0] == "delete":
+        return faults if entry["delete"] is True else [*faults, "`delete` must be true"]
     elif not isinstance(entry[operations[0]], str) or not entry[operations[0]].strip():
         faults.append(f"`{operations[0]}` must be text")
     elif operations[0] == "fix":

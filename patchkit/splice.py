@@ -44,7 +44,8 @@ def plan(text: bytes, found: Sequence[tuple[Edit, Sequence[Match]]]) -> list[Spl
     """Turn the matches of a file's edits into splices of `text`, in the order of their points.
 
     Raises:
-        Unfit: two edits want the same bytes, or a multi-line value cannot be re-indented.
+        Unfit: two edits want the same bytes, a multi-line value cannot be re-indented, or a
+            deleted node shares its lines.
     """
     splices = sorted(
         (_splice(text, e, m, i) for i, (e, matches) in enumerate(found) for m in matches),
@@ -86,6 +87,10 @@ def _splice(text: bytes, edit: Edit, match: Match, number: int) -> Splice:
     newline = b"\r\n" if b"\r\n" in text[line : _line_end(text, match.start)] else b"\n"
     if edit.operation == "fix":
         start, end, new = match.start, match.end, _fixed(text, edit, match, indent)
+    elif edit.operation == "delete":
+        start, end, new = line, _line_end(text, _last_byte(text, match)), b""
+        if text[start:end].strip() != text[match.start : match.end].strip():
+            raise Unfit(f"'{edit.name}' would delete more than its node: it shares its lines")
     else:
         new = edit.text.encode()
         if edit.operation in ("before", "after"):
@@ -107,7 +112,7 @@ def _splice(text: bytes, edit: Edit, match: Match, number: int) -> Splice:
 def _order(operation: str, point: int, indent: int, edit: int) -> Order:
     """At one point: what ends there comes before what starts there, and of the whole lines after
     nested statements that end together, those of the inner statement come first."""
-    phase = ("append", "after", "before", "prepend", "fix").index(operation)
+    phase = ("append", "after", "before", "prepend", "fix", "delete").index(operation)
     return Order(point, phase, -indent if operation == "after" else 0, edit)
 
 

@@ -32,6 +32,8 @@ edits:
         (("matches: 1", "matches: true"), "`matches` must say how many"),
         (("{pattern: self.step(0)}", "self.step(0)"), "`rule` must be an ast-grep rule object"),
         (("    before: one()\n", ""), "wants exactly one of before, after, prepend, append, fix"),
+        (("before: one()", "delete: yes please"), "`delete` must be true"),
+        (("before: one()", "before: one()\n    delete: true"), "exactly one of"),
         (("before: one()", "before: one()\n    after: two()"), "exactly one of"),
         (("before: one()", "before: ''"), "`before` must be text"),
         (("before: one()", "before: one()\n    color: red"), "unknown key `color`"),

@@ -62,6 +62,19 @@ def test_fix_substitutes_single_and_multiple_metavariables():
     assert new == "def f():\n    x = do([1, 2], *c, was=a)\n"
 
 
+def test_delete_takes_the_whole_lines_of_a_node():
+    text = "import a\nimport b\nif x:\n    go(\n        1,\n    )\n    end()\n"
+    b = {"kind": "import_statement", "regex": "^import b$"}
+    new = edited(text, edit(b, delete=""), edit("go($$$A)", 1, delete=""))
+    assert new == "import a\nif x:\n    end()\n"
+
+
+def test_delete_of_a_node_that_shares_its_line_is_refused():
+    for text in ("a = go(1)\n", "go(1); end()\n", "if x: go(1)\n", "go(1)  # why\n"):
+        with pytest.raises(splice.Unfit, match="shares its lines"):
+            edited(text, edit("go(1)", delete=""))
+
+
 def test_fix_with_no_argument_for_a_multiple_metavariable_is_empty():
     assert edited("go()\n", edit("go($$$ARGS)", fix="do($$$ARGS)")) == "do()\n"
 
