@@ -5,6 +5,7 @@ import gc
 import multiprocessing
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import fastapi
@@ -44,7 +45,7 @@ class Scheduler:
                 continue
             block = arena.allocate(int(np.prod(SHAPE)))
             block.rows.numpy()[:] = rows_of(seed).reshape(-1)
-            channel.send(block.descriptor("uint8", SHAPE, 0, wanted))
+            channel.send(block.descriptor(dtype="uint8", shape=SHAPE, start_len=0, wanted=wanted))
             time.sleep(ready_after)
             block.header[READY_WORD] = 1
 
@@ -95,6 +96,10 @@ def message(*descriptors, finished=STOP, tokens=3):
         finished_reasons=[finished] * len(descriptors),
         completion_tokens=[tokens] * len(descriptors),
     )
+
+
+def aborted(tokens):
+    return {"meta_info": {"finish_reason": ABORT, "completion_tokens": tokens}}
 
 
 async def settled(delivery, one, as_text=True):
@@ -178,7 +183,7 @@ def test_aborted_before_its_prefill_ended(delivery, start_len):
     async def run():
         wants = {"routed_experts_start_len": start_len, "routed_experts_dtype": "auto"}
         queued, prefilling = state(**wants), state(**wants)
-        delivery.attach_aborted(queued, SimpleNamespace(routed_experts=None), ABORT)
+        delivery.attach_aborted(queued, SimpleNamespace(routed_experts=None), aborted(tokens=0))
         delivery.attach(prefilling, message(None, finished=ABORT, tokens=0), 0)
         return await settled(delivery, queued), await settled(delivery, prefilling)
 
@@ -188,6 +193,24 @@ def test_aborted_before_its_prefill_ended(delivery, start_len):
             "routed_experts_start_len": start_len,
             "routed_experts_info": {"dtype": "uint8", "shape": [0, 48, 8], "start_len": start_len},
         }
+
+
+@pytest.mark.parametrize("answered", [60, 41, 0])
+def test_aborted_after_it_was_retracted(delivery, scheduler, answered):
+    """50 tokens in, 51 out; the scheduler got further than what this process was told."""
+
+    async def run():
+        one = state(routed_experts_dtype="auto")
+        rows = replace(scheduler.rows(4, "auto"), prompt_tokens=50)
+        out = aborted(answered)
+        delivery.attach_aborted(one, SimpleNamespace(routed_experts=rows), out)
+        await delivery.settle(one, out, as_text=True)
+        return out["meta_info"]
+
+    meta = asyncio.run(run())
+    assert meta["prompt_tokens"] == 50
+    assert np.array_equal(decode_routed_experts(meta), rows_of(4)[: 50 + answered - 1])
+    assert scheduler.blocks_in_flight() == 0
 
 
 def test_rows_that_should_be_there_and_are_not_are_an_error(delivery, scheduler):

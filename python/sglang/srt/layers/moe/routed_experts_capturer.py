@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+    from sglang.srt.layers.moe.routed_experts.descriptor import RowsDescriptor
+
 logger = logging.getLogger(__name__)
 
 MOST_PROBLEMS_LOGGED = 20
@@ -71,6 +73,10 @@ class RoutedExpertsCapturer:
 
     def keep_earned(self, req: Req, pool: ReqToTokenPool) -> None:
         """`req` is being retracted; its KV slots are about to be released."""
+
+    def earned(self, req: Req) -> RowsDescriptor | None:
+        """Rows of a request that is aborted while it waits: what it had earned if it had been retracted."""
+        return None
 
     @staticmethod
     def create(model_runner: ModelRunner) -> RoutedExpertsCapturer:
@@ -230,6 +236,11 @@ class _TargetCapturer(RoutedExpertsCapturer):
     def keep_earned(self, req: Req, pool: ReqToTokenPool) -> None:
         if self._collector is not None and req.return_routed_experts:
             self._collector.keep_earned(req, pool)
+
+    def earned(self, req: Req) -> RowsDescriptor | None:
+        if self._collector is None or not req.return_routed_experts:
+            return None
+        return self._collector.earned(req)
 
 
 _capturer = RoutedExpertsCapturer()

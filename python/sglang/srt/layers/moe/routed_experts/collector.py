@@ -17,18 +17,23 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.layers.moe.routed_experts import kernels
+from sglang.srt.layers.moe.routed_experts.descriptor import (
+    BAD_WORD,
+    HEADER_WORDS,
+    NOT_CAPTURED,
+    READY_WORD,
+    RowsDescriptor,
+)
 from sglang.srt.layers.moe.routed_experts.policy import RowShape
 from sglang.srt.layers.moe.routed_experts.store import RowFiler
 from sglang.srt.layers.moe.routed_experts.streams import Event, SideStream, new_event
-from sglang.srt.layers.moe.routed_experts.transport import RowsArena, RowsBlock, RowsDescriptor
+from sglang.srt.layers.moe.routed_experts.transport import RowsArena, RowsBlock
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
 logger = logging.getLogger(__name__)
-
-HEADER_WORDS = 16
 
 
 @dataclass
@@ -83,31 +88,31 @@ class RowCollector:
 
         Call before its KV slots are released. The rows are complete when READY is set in their header.
         """
-        start = req.routed_experts_start_len
-        end = len(req.origin_input_ids) + len(req.output_ids_through_stop) - 1
-        shape = (max(end - start, 0), self._shape.num_layers, self._shape.top_k)
-        common = dict(start_len=start, wanted=req.routed_experts_dtype)
-        if shape[0] == 0:
-            return RowsDescriptor(dtype=self._shape.dtype_name, shape=shape, **common)
-        block = self._gather(req, pool, start, end)
-        if isinstance(block, RowsBlock):
-            return block.descriptor(dtype=self._shape.dtype_name, shape=shape, **common)
-        self._collected.synchronize()
-        bad = bool(block.header[kernels.BAD_WORD])
-        return RowsDescriptor(
-            dtype=self._shape.dtype_name,
-            shape=shape,
-            error="not every row was captured; the server's log says why" if bad else None,
-            data=None if bad else block.rows.numpy().tobytes(),
-            **common,
-        )
+        completion = len(req.output_ids_through_stop)
+        start, end = _wanted(req, completion)
+        block = self._gather(req, pool, start, end) if end > start else None
+        return self._answer(req, completion, block)
+
+    def earned(self, req: Req) -> RowsDescriptor | None:
+        """The answer of a request that is aborted while it waits: what it had earned before it was retracted.
+
+        None if it has not been sampled from yet, or its output was thrown away.
+        """
+        completion = len(req.output_ids)
+        if completion == 0:
+            return None
+        start, end = _wanted(req, completion)
+        if end <= start:
+            return self._answer(req, completion, None)
+        earned: EarnedRows | None = getattr(req, "routed_experts_earned", None)
+        return self._answer(req, completion, earned.block) if earned is not None else None
 
     def keep_earned(self, req: Req, pool: ReqToTokenPool) -> None:
         """Keep what a request has earned before it is retracted. Call before its KV slots are released."""
-        start = req.routed_experts_start_len
-        end = len(req.origin_input_ids) + len(req.output_ids) - 1
-        # The base throws away the output of requests with input embeddings when it retracts them.
-        if end <= start or req.input_embeds is not None:
+        start, end = _wanted(req, len(req.output_ids))
+        # Nothing is earned before the first token, and part of the prompt may not have KV slots yet. The base throws
+        # away the output of requests with input embeddings when it retracts them.
+        if end <= start or not req.output_ids or req.input_embeds is not None:
             return
         block = self._gather(req, pool, start, end)
         req.routed_experts_earned = EarnedRows(block, start, end - start)
@@ -125,15 +130,35 @@ class RowCollector:
             self._stream.wait(self._filed)
         with self._stream:
             if kept:
-                if not int(earned.block.header[kernels.READY_WORD]):
+                if not int(earned.block.header[READY_WORD]):
                     self._collected.synchronize()
                 rows[:kept].copy_(earned.block.rows.view(-1, row_bytes)[:kept])
-                block.header[kernels.BAD_WORD] = earned.block.header[kernels.BAD_WORD]
+                block.header[BAD_WORD] = earned.block.header[BAD_WORD]
             self._launch(slots, rows[kept:], block)
         self._stream.uses(slots)
         self._stream.record(self._collected)
         self._filer.wait_for_collect(self._collected)
         return block
+
+    def _answer(
+        self, req: Req, completion: int, block: RowsBlock | PrivateBlock | None
+    ) -> RowsDescriptor:
+        start, end = _wanted(req, completion)
+        common = dict(
+            dtype=self._shape.dtype_name,
+            shape=(max(end - start, 0), self._shape.num_layers, self._shape.top_k),
+            start_len=start,
+            wanted=req.routed_experts_dtype,
+            prompt_tokens=len(req.origin_input_ids),
+        )
+        if block is None:
+            return RowsDescriptor(**common)
+        if isinstance(block, RowsBlock):
+            return block.descriptor(**common)
+        self._collected.synchronize()
+        if bool(block.header[BAD_WORD]):
+            return RowsDescriptor(**common, error=NOT_CAPTURED)
+        return RowsDescriptor(**common, data=block.rows.numpy().tobytes())
 
     def _launch(
         self, slots: torch.Tensor, rows: torch.Tensor, block: RowsBlock | PrivateBlock
@@ -153,3 +178,8 @@ class RowCollector:
                 "Raise SGLANG_ROUTED_EXPERTS_SHM_MB to avoid the copies."
             )
         return PrivateBlock(num_bytes, self._device)
+
+
+def _wanted(req: Req, completion: int) -> tuple[int, int]:
+    """First and behind the last position of the rows that `req` wants, after so many tokens of output."""
+    return req.routed_experts_start_len, len(req.origin_input_ids) + completion - 1

@@ -80,12 +80,17 @@ class RowsDelivery:
         else:
             self._start(state, _entry(message, i), finish_reason, message.completion_tokens[i])
 
-    def attach_aborted(
-        self, state: ReqState, message: AbortReq, finish_reason: dict[str, Any]
-    ) -> None:
-        """A request was aborted while it waited: the rows that it had earned before, or none."""
+    def attach_aborted(self, state: ReqState, message: AbortReq, out: dict[str, Any]) -> None:
+        """A request was aborted while it waited: the rows that it had earned before, or none.
+
+        The scheduler may have got further than what this process was told of the output.
+        """
         if asks_for_rows(state.obj):
-            self._start(state, message.routed_experts, finish_reason, len(state.output_ids))
+            meta, rows = out["meta_info"], message.routed_experts
+            if rows is not None:
+                rows = rows.up_to(meta["completion_tokens"])
+                meta["prompt_tokens"] = rows.prompt_tokens
+            self._start(state, rows, meta["finish_reason"], meta["completion_tokens"])
 
     def discard(self, message: Any, i: int) -> None:
         """Nobody waits for entry `i` of a batch's output any more: give its block back."""

@@ -11,7 +11,7 @@ Who writes which word of the header:
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy as np
 HEADER_WORDS = 16
 READY_WORD, BAD_WORD, RELEASED_WORD, GENERATION_WORD = range(4)
 DTYPES = ("uint8", "uint16", "int32")
+NOT_CAPTURED = "not every row was captured; the server's log says why"
 
 
 class BlockRef(NamedTuple):
@@ -41,6 +42,7 @@ class RowsDescriptor:
         shape: (rows, layers, top_k).
         start_len: the request's routed_experts_start_len.
         wanted: "int32" or "auto", the request's routed_experts_dtype.
+        prompt_tokens: of the request; with the completion's they say how many rows there should be.
         error: why there are no rows; then neither `block` nor `data` is set.
         block: the rows in shared memory, behind a header of HEADER_WORDS int32.
         data: the rows themselves, little-endian, where shared memory has no room, or the scheduler
@@ -54,6 +56,7 @@ class RowsDescriptor:
     shape: tuple[int, int, int]
     start_len: int
     wanted: str
+    prompt_tokens: int = 0
     error: str | None = None
     block: BlockRef | None = None
     data: bytes | None = None
@@ -63,6 +66,12 @@ class RowsDescriptor:
     def num_bytes(self) -> int:
         rows, layers, top_k = self.shape
         return rows * layers * top_k * np.dtype(self.dtype).itemsize
+
+    def up_to(self, completion_tokens: int) -> RowsDescriptor:
+        """The same for an answer that ends before what was computed: without the last rows."""
+        rows, layers, top_k = self.shape
+        rows = min(rows, max(self.prompt_tokens + completion_tokens - 1 - self.start_len, 0))
+        return replace(self, shape=(rows, layers, top_k))
 
 
 def memfd_name(segment: str) -> str:

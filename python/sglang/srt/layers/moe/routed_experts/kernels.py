@@ -14,10 +14,10 @@ import torch
 import triton
 
 from sglang.srt.layers.moe.routed_experts import programs
+from sglang.srt.layers.moe.routed_experts.descriptor import BAD_WORD, READY_WORD
 from sglang.srt.layers.moe.routed_experts.launch import Launcher
 
 UNFILED, FILED, BAD = 0, 1, 2
-READY_WORD, BAD_WORD = 0, 1
 PACK_TILE = 4096  # ids a program of a prefill chunk packs
 COLLECT_TILE = 1024  # units a program gathers; more programs hide the latency of the bus
 MOST_SPREAD_TOKENS = 512  # up to here each token has a program of its own: a decode step
@@ -213,7 +213,7 @@ def launch_collect(
     block_r = max(1, COLLECT_TILE // block_u)
     _launch_collect(
         triton.cdiv(num_rows, block_r),
-        (store, store_status, slots, out, header, num_rows),
+        (store, store_status, slots, out, header[BAD_WORD:], num_rows),
         (units, store.itemsize, block_r, block_u),
         num_warps=4,
     )

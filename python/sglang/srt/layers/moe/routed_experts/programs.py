@@ -107,14 +107,14 @@ def pack_and_file_kernel(
 
 @triton.jit(
     do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=["slots_ptr", "out_ptr", "header_ptr"],
+    do_not_specialize_on_alignment=["slots_ptr", "out_ptr", "bad_ptr"],
 )
 def collect_kernel(
     store_ptr,
     store_status_ptr,
     slots_ptr,
     out_ptr,
-    header_ptr,
+    bad_ptr,
     num_rows,
     UNITS: tl.constexpr,
     UNIT_BYTES: tl.constexpr,  # not used; tells variants of the same number of units apart
@@ -132,4 +132,4 @@ def collect_kernel(
     bad = tl.sum((status != 1).to(tl.int32), axis=0)
     # A plain store: the header is host memory, where a GPU across PCIe has no atomics.
     if bad > 0:
-        tl.store(header_ptr + 1, 1)
+        tl.store(bad_ptr, 1)

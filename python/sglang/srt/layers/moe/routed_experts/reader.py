@@ -14,6 +14,7 @@ from sglang.srt.layers.moe.routed_experts.descriptor import (
     BAD_WORD,
     GENERATION_WORD,
     HEADER_WORDS,
+    NOT_CAPTURED,
     READY_WORD,
     RELEASED_WORD,
     BlockRef,
@@ -53,7 +54,7 @@ class RowsReader:
         words = _header(segment, descriptor.block)
         _wait_for_ready(words, descriptor.block.generation, timeout_s)
         if words[BAD_WORD]:
-            raise RoutedExpertsError("not every row was captured; the server's log says why")
+            raise RoutedExpertsError(NOT_CAPTURED)
         return _as_rows(descriptor, segment, descriptor.block.offset + _HEADER_BYTES)
 
     def still_ours(self, descriptor: RowsDescriptor) -> bool:

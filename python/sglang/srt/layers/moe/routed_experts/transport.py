@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -63,13 +63,15 @@ class RowsBlock:
         self.rows = rows
         self.header = header
 
-    def descriptor(
-        self, dtype: str, shape: tuple[int, int, int], start_len: int, wanted: str
-    ) -> RowsDescriptor:
-        """What the answering process needs to read this block, and to release it."""
+    def descriptor(self, **fields: Any) -> RowsDescriptor:
+        """What the answering process needs to read this block, and to release it.
+
+        Args:
+            fields: of RowsDescriptor.
+        """
         self._lease.described = True
         ref = self._lease.segment.reference(self._lease.offset, self._lease.generation)
-        descriptor = RowsDescriptor(dtype, shape, start_len, wanted, block=ref)
+        descriptor = RowsDescriptor(**fields, block=ref)
         assert descriptor.num_bytes == self.rows.numel()
         return descriptor
 
