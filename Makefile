@@ -14,7 +14,7 @@ include mk/*.mk
 
 .PHONY: help
 help:
-	@grep -hE '^[a-z][a-z ]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z ]+):.*## /\1\t/' | \
+	@grep -hE '^[a-z][a-z -]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z -]+):.*## /\1\t/' | \
 	    awk -F'\t' '{printf "make %-14s %s\n", $$1, $$2}'
 
 .PHONY: env
