@@ -65,6 +65,7 @@ class Run:
         finishing costs.
     answer_mb: megabytes of the whole answer.
     problems: what is wrong with the rows, empty if nothing is.
+    accept_length: tokens a step and request, the median over requests; None without drafts.
     """
 
     output_tps: float
@@ -73,6 +74,7 @@ class Run:
     step_ms: float
     answer_mb: float
     problems: list[str]
+    accept_length: float | None = None
 
 
 def open_session() -> aiohttp.ClientSession:
@@ -135,7 +137,17 @@ def _summary(
         step_ms=_median_step_ms(chunks),
         answer_mb=sum(len(piece) for _, piece in arrivals) / 1e6,
         problems=row_problems(last, model, request),
+        accept_length=_accept_length(last),
     )
+
+
+def _accept_length(last: dict[int, dict]) -> float | None:
+    """The first token comes out of the prefill, not out of a step."""
+    steps = {index: meta.get("spec_verify_ct") for index, meta in last.items()}
+    if not all(steps.values()):
+        return None
+    lengths = [(last[i]["completion_tokens"] - 1) / count for i, count in steps.items()]
+    return round(float(np.median(lengths)), 3)
 
 
 def _median_step_ms(chunks: dict[int, list[tuple[float, int]]]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,35 @@ class Model:
             "bos_token_id": 0,
             "eos_token_id": 1,
         }
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(config, indent=1))
-        return folder
+        return _write(folder, config)
+
+    def write_draft(self, folder: Path) -> Path:
+        """Write the config.json of an EAGLE draft for it: one dense layer of the same width."""
+        config = {
+            "architectures": ["LlamaForCausalLMEagle"],
+            "model_type": "llama",
+            "torch_dtype": "bfloat16",
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": self.context,
+            "num_hidden_layers": 1,
+            "hidden_size": self.hidden,
+            "intermediate_size": 8 * self.moe_intermediate,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": False,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+        }
+        return _write(folder, config)
+
+
+def _write(folder: Path, config: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    return folder
 
 
 def named(name: str, layers: int | None) -> Model:

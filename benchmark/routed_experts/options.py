@@ -40,6 +40,7 @@ def setup(arguments: argparse.Namespace, timed: bool) -> Setup:
     work = arguments.work.resolve()
     shape = model.named(arguments.model, arguments.layers)
     shape.write(work / "model")
+    shape.write_draft(work / "draft")
     return Setup(
         trees=arguments.trees.resolve(),
         site=arguments.site.resolve() if arguments.site else None,

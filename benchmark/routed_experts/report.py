@@ -24,7 +24,8 @@ from scheduler_time import REQUEST_CALLS, STEP_CALLS
 HERE = Path(__file__).resolve().parent
 Data = Mapping[str, Any]
 
-ENGINES = {"ours": "ours", "peer": "0.5.11", "base": "0.5.10.post1"}
+RELEASES = {"ours": "ours", "peer": "0.5.11", "base": "0.5.10.post1"}
+ENGINES = RELEASES | {"ours-drafted": "ours with drafts"}
 ASKED = {"no": "not asked", "int32": "all ask, int32", "auto": "all ask, auto"}
 # What a row is compared with: the same engine without the flag. The base was not started without
 # it: our tree does nothing then either.
@@ -32,6 +33,7 @@ OFF = {
     "ours": {"engine": "ours", "flag": False, "asked": "no"},
     "peer": {"engine": "peer", "flag": False, "asked": "no"},
     "base": {"engine": "ours", "flag": False, "asked": "no"},
+    "ours-drafted": {"engine": "ours-drafted", "flag": False, "asked": "no"},
 }
 _BATCH = 64
 _LONG = 32_000  # tokens of a long request
@@ -107,7 +109,7 @@ def _ratio(
 
 
 def _costs(data: Data) -> str:
-    engines = list(reversed(ENGINES))
+    engines = list(reversed(RELEASES))
     lines = [
         ["kernels added to a decode step of 64", *(_kernels(data, e, "count") for e in engines)],
         ["their GPU time", *(_kernels(data, e, "us") for e in engines)],
@@ -127,7 +129,7 @@ def _costs(data: Data) -> str:
             for asked, name in (("int32", "int32"), ("auto", "auto"), ("no", "no rows"))
         ),
     ]
-    return _table(["", *(ENGINES[e] for e in engines)], lines)
+    return _table(["", *(RELEASES[e] for e in engines)], lines)
 
 
 def _kernels(data: Data, engine: str, field: str) -> str:
@@ -174,10 +176,22 @@ def _caption(data: Data) -> str:
     return (
         f"{machine[:1].upper()}{machine[1:]}, {data['date']}, commit {data['commit'][:9]}. "
         f"{data.get('model', '')}. 1,024 tokens in and 512 out (batch 256: 128 and 256). "
+        f"{_drafts(data)}"
         "Medians of ratios taken pair by pair, lowest and highest in brackets; below 1 is a loss "
         "of throughput, above 1 a later first token. 0.5.10.post1 is compared with our tree "
         f"started without the flag.{faults} Software: {software}; the base pins torch 2.9.1 and "
         "sglang-kernel 0.4.1."
+    )
+
+
+def _drafts(data: Data) -> str:
+    rows = [row for row in data["rows"] if row["engine"] == "ours-drafted"]
+    lengths = [length for row in rows for length in row["accept_length"]]
+    if not lengths:
+        return ""
+    return (
+        "With drafts: 256 in and 512 out, an EAGLE draft model with random weights whose drafts "
+        f"the base is told to accept, {min(lengths):.2f} to {max(lengths):.2f} tokens a step. "
     )
 
 

@@ -160,7 +160,7 @@ def _entry(
 
 
 def _is_ours(entry: Mapping[str, Any]) -> bool:
-    return entry.get("engine", "ours") == "ours" and entry.get("flag", True)
+    return entry.get("engine", "ours").startswith("ours") and entry.get("flag", True)
 
 
 def _check_subject(data: Mapping[str, Any], header: Mapping[str, Any], path: Path) -> None:

@@ -26,6 +26,12 @@ HERE = Path(__file__).resolve().parent
 # measured (33: the stall's 32 + 1).
 KV_TOKENS = 100_352
 GRAPH_BATCHES = (1, 8, 32, 33, 64, 256)
+# The workers that run ahead of the scheduler, and three tokens from every step whatever is drafted.
+_DRAFTED = {
+    "SGLANG_ENABLE_SPEC_V2": "1",
+    "SGLANG_SIMULATE_ACC_LEN": "3",
+    "SGLANG_SIMULATE_ACC_METHOD": "match-expected",
+}
 _LOG_TAIL = 40
 
 
@@ -37,15 +43,23 @@ class ServerError(RuntimeError):
 class Engine:
     """What is started: "ours", "base" or "peer", with --enable-return-routed-experts or without.
 
-    arguments: server arguments that this session needs and others do not.
+    arguments: server arguments that this session needs and others do not; the last one of a kind
+        counts.
+    drafted: with speculative decoding, in which every step accepts as many tokens.
     """
 
     name: str
     flag: bool
     arguments: tuple[str, ...] = ()
+    drafted: bool = False
+
+    @property
+    def label(self) -> str:
+        """What its results go by."""
+        return f"{self.name}-drafted" if self.drafted else self.name
 
     def __str__(self) -> str:
-        return f"{self.name} {'on' if self.flag else 'off'}"
+        return f"{self.label} {'on' if self.flag else 'off'}"
 
 
 @dataclass(frozen=True)
@@ -75,7 +89,7 @@ class Setup:
     extra: Sequence[str] = ()
 
     def command(self, engine: Engine, port: int) -> list[str]:
-        timed = self.timed and engine.flag
+        timed = self.timed and engine.flag and not engine.drafted
         launcher = [str(HERE / "scheduler_time.py")] if timed else ["-m", "sglang.launch_server"]
         return [sys.executable, *launcher, *self.arguments(engine), f"--port={port}"]
 
@@ -102,6 +116,7 @@ class Setup:
             *(["--enable-return-routed-experts"] if engine.flag else []),
             *(self._gpu_arguments() if self.device == "cuda" else self._cpu_arguments()),
             *engine.arguments,
+            *([f"--speculative-draft-model-path={self.work / 'draft'}"] if engine.drafted else []),
             *self.extra,
         ]
 
@@ -130,6 +145,7 @@ class Setup:
             "NCCL_NVLS_ENABLE": "0",  # a fault in NVLink multicast can take all GPUs of a host down
             "SCHEDULER_TIME_DIR": str(self.times / engine.name),
             **({"SGLANG_USE_CPU_ENGINE": "1"} if self.device == "cpu" else {}),
+            **(_DRAFTED if engine.drafted else {}),
         }
 
 
@@ -140,7 +156,7 @@ class Server:
         self.engine = engine
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
-        self.log = setup.work / f"{engine.name}-{'on' if engine.flag else 'off'}.log"
+        self.log = setup.work / f"{engine.label}-{'on' if engine.flag else 'off'}.log"
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 setup.command(engine, port),
@@ -176,9 +192,11 @@ class Server:
             ServerError: the pool is smaller than it was meant to be.
         """
         found = re.findall(r"max_total_num_tokens=(\d+)", self.log.read_text(errors="replace"))
-        if found and int(found[-1]) < KV_TOKENS:
+        asked = [re.match(r"--max-total-tokens=(\d+)", each) for each in self.engine.arguments]
+        needed = next((int(match[1]) for match in asked if match), KV_TOKENS)
+        if found and int(found[-1]) < needed:
             raise ServerError(
-                f"{self.engine} has a KV pool of {found[-1]} tokens, {KV_TOKENS} are needed: too "
+                f"{self.engine} has a KV pool of {found[-1]} tokens, {needed} are needed: too "
                 "little GPU memory was free when it started"
             )
 

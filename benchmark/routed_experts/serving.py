@@ -24,7 +24,7 @@ import stall
 from profile_step import profile_decode
 from results import Results, ResultsError
 from servers import Engine, Fleet, Server, ServerError
-from sessions import CASES, ON_ONE_GPU, SESSIONS, Case, Session
+from sessions import ON_ONE_GPU, SESSIONS, Case, Session
 from step_trace import TraceError
 
 
@@ -40,12 +40,6 @@ class Serving:
         self._deadline = time.monotonic() + arguments.budget
         self._setup = options.setup(arguments, timed=arguments.time_scheduler)
         self._results = Results(arguments.results, options.header(self._setup))
-        by = arguments.shorten
-        self._cases = [
-            replace(case, input_len=case.input_len // by, output_len=case.output_len // by)
-            for case in CASES
-            if case.batch in arguments.batches
-        ]
         self._fleet = Fleet(self._setup)
         scheduler_time.clear(self._setup.times)
         self._startup = min(150.0, arguments.startup)  # seconds that a start will take
@@ -105,13 +99,21 @@ class Serving:
         self._startup = max(60.0, 1.2 * (time.monotonic() - begin))
         return servers
 
+    def _cases(self, session: Session) -> list[Case]:
+        by = self._arguments.shorten
+        return [
+            replace(case, input_len=case.input_len // by, output_len=case.output_len // by)
+            for case in session.cases
+            if case.batch in self._arguments.batches
+        ]
+
     def _missing_rounds(self, name: str, session: Session) -> list[tuple[Case, int]]:
         """(case, turn) of what is left to run; by turns, so that no case waits for another."""
         if not session.configurations:
             return []
         last = session.configurations[-1], session.configurations[0]
         todo = []
-        for case in self._cases:
+        for case in self._cases(session):
             rows = [session.key(engine, asked, case) for engine, asked in last]
             done = min(self._results.rounds(name, row) for row in rows)
             wanted = self._arguments.pairs if case.often else self._arguments.few_pairs
@@ -135,7 +137,8 @@ class Serving:
             )
             self._seconds[engine, asked, case] = time.monotonic() - begin
             key = session.key(engine, asked, case)
-            self._results.add_run(key, f"{name}/{now:%Y-%m-%dT%H:%M:%S.%f}", **asdict(run))
+            values = {k: v for k, v in asdict(run).items() if v is not None}
+            self._results.add_run(key, f"{name}/{now:%Y-%m-%dT%H:%M:%S.%f}", **values)
             print(_line(name, case, engine, asked, run), flush=True)
 
     def _guess(self, engine: Engine, asked: str, case: Case) -> float:
@@ -148,7 +151,7 @@ class Serving:
             raise OutOfTime(f"{what} may take {seconds:.0f} s, {left:.0f} s are left")
 
     def _profiled(self, engine: Engine) -> bool:
-        return any(
+        return engine.drafted or any(
             entry["engine"] == engine.name and entry["flag"] == engine.flag
             for entry in self._results.data.get("profile", [])
         )
@@ -157,7 +160,7 @@ class Serving:
         """Compile what is compiled on first use: every load, every way of asking, both servers."""
 
         async def one(engine: Engine, url: str) -> None:
-            for case in self._cases:
+            for case in self._cases(session):
                 for asked in session.asked[engine]:
                     request = load.Request(case.input_len, 3, asked)
                     await load.run_batch(url, self._setup.model, request, case.batch, seed=99)
@@ -171,7 +174,7 @@ def _line(name: str, case: Case, engine: Engine, asked: str, run: load.Run) -> s
     return (
         f"{name:5} batch {case.batch:<4} {engine!s:9} asked {asked:5} {run.output_tps:8.1f} tok/s, "
         f"ttft {run.ttft_s:6.3f} s, latency {run.latency_s:6.3f} s, step {run.step_ms:7.3f} ms, "
-        f"{run.answer_mb:6.1f} MB {'; '.join(run.problems[:2])}"
+        f"{run.answer_mb:6.1f} MB, {run.accept_length or 1} a step {'; '.join(run.problems[:2])}"
     )
 
 

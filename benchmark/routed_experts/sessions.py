@@ -15,6 +15,21 @@ BASE_ON = Engine("base", True)
 # ones then doubles the time of a decode step, rows or not, which would hide what its end costs.
 STALL_ARGUMENTS = ("--triton-attention-num-kv-splits=64",)
 OURS_STALL, PEER_STALL = (Engine(name, True, STALL_ARGUMENTS) for name in ("ours", "peer"))
+# A chain of three drafts by a draft model with random weights. What it proposes is never right, so
+# the base is told to accept two drafts in every step: the same work and the same accept length with
+# the flag and without. The pool is smaller than elsewhere: two more models are on the GPU.
+DRAFTED_ARGUMENTS = (
+    "--speculative-algorithm=EAGLE",
+    "--speculative-num-steps=3",
+    "--speculative-eagle-topk=1",
+    "--speculative-num-draft-tokens=4",
+    "--max-total-tokens=53248",
+    "--max-running-requests=64",
+    *("--cuda-graph-bs", "1", "64"),
+)
+OURS_DRAFTED_OFF, OURS_DRAFTED_ON = (
+    Engine("ours", flag, DRAFTED_ARGUMENTS, drafted=True) for flag in (False, True)
+)
 
 
 @dataclass(frozen=True)
@@ -42,16 +57,21 @@ CASES = (
 )
 
 
+DRAFTED_CASES = (Case(64, 256, 512, often=True), Case(1, 256, 512, often=True))
+
+
 @dataclass(frozen=True)
 class Session:
     """Servers; `asked` says what each is asked, in order (every other round in reverse).
 
     stalls: how long a finishing request holds up the others is measured instead, asked so. "no" is
         the control: what a long request costs the others without any rows.
+    cases: its loads.
     """
 
     asked: dict[Engine, Sequence[str]]
     stalls: dict[Engine, Sequence[str]] = field(default_factory=dict)
+    cases: Sequence[Case] = CASES
 
     @property
     def engines(self) -> list[Engine]:
@@ -63,7 +83,7 @@ class Session:
 
     def key(self, engine: Engine, asked: str, case: Case) -> dict[str, Any]:
         """The results row of one configuration under one load."""
-        return {"engine": engine.name, "flag": engine.flag, "asked": asked, **case.key}
+        return {"engine": engine.label, "flag": engine.flag, "asked": asked, **case.key}
 
 
 # In an order in which few servers have to be started anew.
@@ -71,6 +91,9 @@ SESSIONS = {
     "ours": Session({OURS_OFF: ["no"], OURS_ON: ["no", "int32", "auto"]}),
     "duel": Session({OURS_ON: ["no", "int32", "auto"], PEER_ON: ["no", "int32"]}),
     "stall": Session({}, stalls={OURS_STALL: ["auto", "int32", "no"], PEER_STALL: ["int32"]}),
+    "drafts": Session(
+        {OURS_DRAFTED_OFF: ["no"], OURS_DRAFTED_ON: ["no", "int32", "auto"]}, cases=DRAFTED_CASES
+    ),
     "peer": Session({PEER_OFF: ["no"], PEER_ON: ["no", "int32"]}),
     "base": Session({OURS_OFF: ["no"], BASE_ON: ["no", "int32"]}),
     # As the releases' own table has it: nobody asks. Four servers share the GPUs: four GPUs at

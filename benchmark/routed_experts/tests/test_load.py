@@ -58,6 +58,15 @@ def test_figures_of_a_batch() -> None:
     assert run.problems == []
 
 
+def test_accept_length_counts_the_tokens_of_steps_alone() -> None:
+    def arrivals(**meta: int) -> list[tuple[float, bytes]]:
+        return [(1.0, _event(0, 1, **meta)), (2.0, _event(0, 10, **meta))]
+
+    run = load._summary(arrivals(spec_verify_ct=3), 0.0, MODEL, load.Request(2, 10), 1)
+    assert run.accept_length == 3.0
+    assert load._summary(arrivals(), 0.0, MODEL, load.Request(2, 10), 1).accept_length is None
+
+
 def test_an_answer_that_is_not_whole_is_no_figure() -> None:
     with pytest.raises(load.LoadError, match="1 of 2 requests"):
         load._summary([(1.0, _event(0, 4) + _event(1, 3))], 0.0, MODEL, load.Request(2, 4), 2)

@@ -67,6 +67,19 @@ def test_published_table(tmp_path: Path) -> None:
     assert "0.5.11, flag on" not in text  # it did not run
 
 
+def test_drafts_have_lines_and_a_pair_of_their_own(tmp_path: Path) -> None:
+    results = Results(tmp_path / "r.json", HEADER)
+    for engine, on in (("ours", 900.0), ("ours-drafted", 980.0)):
+        for flag, tps in ((False, 1_000.0), (True, on)):
+            key = {"engine": engine, "flag": flag, "asked": "no", **SHAPE}
+            drafts = {"accept_length": 2.99} if engine == "ours-drafted" else {}
+            results.add_run(key, "r/1", output_tps=tps, problems=[], **drafts)
+    text = report.figures(results.data)
+    assert "| ours with drafts, not asked | 0.980 (0.980 to 0.980) |" in text
+    assert "| ours, not asked | 0.900 (0.900 to 0.900) |" in text
+    assert "2.99 to 2.99 tokens a step" in text
+
+
 def test_wrong_rows_are_told(tmp_path: Path) -> None:
     data = _results(tmp_path / "r.json")
     data["rows"][0]["problems"][0] = ["request 0 has no rows"]
