@@ -64,6 +64,14 @@ def _architectures(server_args: ServerArgs) -> list[str]:
     return server_args.get_model_config().hf_config.architectures or []
 
 
+def _accepted_tokens_move(server_args: ServerArgs) -> bool:
+    """Whether a worker moves KV after it has verified: in pages, n-gram always, the others a tree."""
+    if server_args.speculative_algorithm is None or server_args.page_size == 1:
+        return False
+    is_tree = (server_args.speculative_eagle_topk or 1) > 1
+    return is_tree or server_args.speculative_algorithm == "NGRAM"
+
+
 REFUSALS = (
     # Rows are kept by KV slot: a cache that moves KV elsewhere and back leaves them behind.
     Refusal(
@@ -176,11 +184,7 @@ REFUSALS = (
     ),
     Refusal(
         "--speculative-eagle-topk",
-        lambda args: (
-            args.speculative_algorithm is not None
-            and args.page_size > 1
-            and (args.speculative_eagle_topk or 1) > 1
-        ),
+        _accepted_tokens_move,
         "with pages, accepted tokens of a tree of drafts move to other KV slots, without their rows",
         "Use --page-size 1, or a chain of drafts (--speculative-eagle-topk 1; NGRAM always builds trees)",
     ),
