@@ -136,7 +136,7 @@ def make_family(folder: Path, family: Family, seed: int = 0) -> nn.Module:
         config, attn_implementation="eager", experts_implementation="eager"
     )
     with torch.no_grad():
-        _draw(model)
+        draw(model)
     model.save_pretrained(folder)
     return model.eval()
 
@@ -188,7 +188,7 @@ def leave_a_layer_to_transformers() -> None:
     TransformersMoEForCausalLM.load_weights = load_and_leave
 
 
-def _draw(model: nn.Module) -> None:
+def draw(model: nn.Module) -> None:
     """Weights that keep activations near one, so that routing depends on everything before it."""
     for name, weight in model.named_parameters():
         if weight.dim() >= 2 and "conv1d" not in name:

@@ -21,17 +21,21 @@ class RouterProbe:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._top_k: int = model.config.num_experts_per_tok
-        self._layers: int = model.config.num_hidden_layers
+        self._config = model.config.get_text_config()
+        self._top_k: int = self._config.num_experts_per_tok
+        self._layers: int = self._config.num_hidden_layers
         self._chosen: dict[int, torch.Tensor] = {}  # int64 [tokens, top_k] of one forward
         self.margin = float("inf")
-        for layer, block in enumerate(model.model.layers):
+        for layer, block in enumerate(model.get_decoder().layers):
             for module in block.modules():
                 self._listen(layer, module)
 
     @torch.inference_mode()
-    def route(self, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    def route(self, tokens: Sequence[int], **inputs: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Forward all but the last token: it was sampled and never forwarded, so it has no row.
+
+        Args:
+            inputs: what else the model reads: the pixels of images that tokens stand for.
 
         Returns:
             Rows, int32 [tokens - 1, layers, top_k], zeros in dense layers; and the log-probability
@@ -39,7 +43,8 @@ class RouterProbe:
         """
         self._chosen.clear()
         ids = torch.tensor([tokens])
-        logits = self.model(input_ids=ids[:, :-1], use_cache=False).logits[0].float()
+        output = self.model(input_ids=ids[:, :-1], use_cache=False, **inputs)
+        logits = output.logits[0].float()
         rows = np.zeros((len(tokens) - 1, self._layers, self._top_k), np.int32)
         for layer, chosen in self._chosen.items():
             rows[:, layer] = chosen.numpy()
@@ -62,7 +67,7 @@ class RouterProbe:
             )
         elif hasattr(module, "route_tokens_to_experts"):  # DeepSeek's and GLM's
             # transformers 5.3 forgets to set it for V2, and reads it with groups
-            module.num_experts = self.model.config.n_routed_experts
+            module.num_experts = self._config.n_routed_experts
             route = module.route_tokens_to_experts
 
             def routed(logits: torch.Tensor) -> Any:
@@ -80,7 +85,7 @@ class RouterProbe:
         self, layer: int, module: nn.Module, logits: torch.Tensor, chosen: torch.Tensor
     ) -> None:
         self._chosen[layer] = chosen
-        config = self.model.config
+        config = self._config
         bias = getattr(getattr(module, "gate", None), "e_score_correction_bias", None)
         scores = logits if bias is None else logits.sigmoid() + bias
         grouped = scores.unflatten(-1, (config.n_group, -1))
