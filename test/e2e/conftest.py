@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from sglang.test.routed_experts.client import Answer, Client
 from sglang.test.routed_experts.compare import Tally
+from sglang.test.routed_experts.engines import Engines
 from sglang.test.routed_experts.reference import TransformersRouter
 from sglang.test.routed_experts.server import Server
 from sglang.test.routed_experts.tiny_moe import Shape, make_model
@@ -35,6 +37,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def router(tiny_model: Path) -> TransformersRouter:
     return TransformersRouter(tiny_model)
+
+
+@pytest.fixture(scope="session")
+def engines() -> Engines:
+    torch.set_num_threads(1)
+    return Engines()
 
 
 class _OneServer:

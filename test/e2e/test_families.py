@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch import nn
 
 from sglang.srt.layers.moe.routed_experts.wire import extract_routed_experts_from_meta_info
@@ -35,12 +34,6 @@ from sglang.test.routed_experts.router_probe import RouterProbe
 
 NEW_TOKENS = 12
 SEED = 2  # of the prompts: so chosen that no choice is close
-
-
-@pytest.fixture(scope="module")
-def engines() -> Engines:
-    torch.set_num_threads(1)
-    return Engines()
 
 
 def prompts(lengths: Sequence[int] = (1, 5, 17, 40, 63, 64, 65, 100)) -> list[list[int]]:

@@ -211,7 +211,9 @@ def check(name: str, server: Server, checker: Checker) -> dict:
             cached += load == "turns" and meta["cached_tokens"] > len(ask.prompt) // 2
             if bad and len(faults) < 5:
                 faults.append(f"{load}, prompt of {len(ask.prompt)}: {bad} ids")
-            if meta["finish_reason"]["type"] != ("stop" if load.startswith("stop") else "length"):
+            # A stop string in the middle of an accepted run escapes the base: it goes on.
+            ends = {"stop tokens": ("stop",), "stop strings": ("stop", "length")}
+            if meta["finish_reason"]["type"] not in ends.get(load, ("length",)):
                 faults.append(f"{load}: {meta['finish_reason']}")
     accepted = produced / verified if verified else 0.0
     if unlike:

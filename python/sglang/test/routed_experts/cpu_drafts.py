@@ -4,6 +4,7 @@ For chains of drafts (--speculative-eagle-topk 1) and the workers that run ahead
 workers, models and everything about rows are the real ones.
 """
 
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ def speculate_on_cpu() -> None:
 
     from sglang.srt.speculative import eagle_info_v2, eagle_utils, eagle_worker_v2, spec_utils
 
+    os.environ["SGLANG_ENABLE_SPEC_V2"] = "1"
     torch.cuda.synchronize = torch.Tensor.record_stream = _nothing
     MHATokenToKVPool._init_kv_copy_and_warmup = _nothing  # for KV that moves: not in a chain
     eagle_utils.sgl_build_tree_kernel_efficient = _build_chain
