@@ -8,7 +8,13 @@ import pytest
 from sglang.srt.utils.hf_transformers_utils import get_config, get_hf_text_config
 from transformers import PretrainedConfig
 
-from sglang.srt.layers.moe.routed_experts.shape import RowShape, resolve_row_shape
+from sglang.srt.layers.moe.routed_experts.shape import (
+    EXPERTS_NAMES,
+    NESTED_NAMES,
+    TOP_K_NAMES,
+    RowShape,
+    resolve_row_shape,
+)
 from unit.policy.configs import COMMON, QWEN3_DENSE, QWEN3_MOE, write_model
 
 # family: (config.json, layers, top-k, experts)
@@ -90,6 +96,7 @@ DENSE = {
     "nemotron_h": {"hybrid_override_pattern": "M-*-" * 12},
     # The base's config class counts 512 experts for it, by a default that it inherits.
     "qwen3_5": {"text_config": {**COMMON, "model_type": "qwen3_5_text"}},
+    "qwen3_vl": {"text_config": {**COMMON, "model_type": "qwen3_vl_text"}},
 }
 
 
@@ -106,9 +113,20 @@ def test_the_shape_of_a_family(family: str, tmp_path: Path) -> None:
     assert resolve_row_shape(read(tmp_path, family, config)) == RowShape(layers, top_k, experts)
 
 
-def test_a_name_that_the_base_has_not_seen_yet() -> None:
-    config = PretrainedConfig(num_hidden_layers=30, num_experts=128, top_k_experts=8)
+@pytest.mark.parametrize("top_k", TOP_K_NAMES)
+@pytest.mark.parametrize("experts", EXPERTS_NAMES)
+def test_every_name_is_read(top_k: str, experts: str) -> None:
+    config = PretrainedConfig(num_hidden_layers=30, **{top_k: 8, experts: 128})
     assert resolve_row_shape(config) == RowShape(30, 8, 128)
+
+
+@pytest.mark.parametrize("name", NESTED_NAMES)
+def test_a_config_inside_another_is_read(name: str) -> None:
+    inner = PretrainedConfig(num_hidden_layers=30, num_experts=128, top_k_experts=8)
+    assert resolve_row_shape(PretrainedConfig(**{name: inner})) == RowShape(30, 8, 128)
+    dense = PretrainedConfig(**{name: PretrainedConfig(num_hidden_layers=30)})
+    with pytest.raises(ValueError, match="is dense"):
+        resolve_row_shape(dense)
 
 
 @pytest.mark.parametrize("family", DENSE)
