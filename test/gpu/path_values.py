@@ -70,8 +70,13 @@ def _eplb(algorithm: str) -> Setup:
 NO_PIECES = {"disable_piecewise_cuda_graph": True}  # starts sooner; the other engines have them
 NOT_FUSED = "Shared experts fusion optimization is disabled"
 SETUPS = {
-    "gpt-oss": Setup("gpt-oss", {"moe_runner_backend": "triton"}, {"dtype": "bfloat16"}),
+    "gpt-oss": Setup(
+        "gpt-oss", {"moe_runner_backend": "triton"}, {"dtype": "bfloat16", "margin": 0.03}
+    ),
     "qwen3-next": Setup("qwen3-next", {"max_mamba_cache_size": 64}),
+    "qwen3-next-overlap": Setup(
+        "qwen3-next", {"max_mamba_cache_size": 64, "mamba_scheduler_strategy": "extra_buffer"}
+    ),
     "deepseek-v3": Setup("deepseek-v3", logged={NOT_FUSED: 0}),
     "eplb-dynamic": _eplb("dynamic"),
     "glm4-moe": Setup("glm4-moe", {"page_size": 16}, logged={NOT_FUSED: 0}),
@@ -82,8 +87,14 @@ SETUPS = {
     "eplb-static": _eplb("static"),
     "deepseek-v2": Setup("deepseek-v2", {"page_size": 16}),
     **{
-        name: Setup("qwen3-moe", NO_PIECES, {"leak": 1e-6}, quantize=name)
-        for name in ("gptq", "awq", "fp8-block", "w8a8_int8")
+        name: Setup("qwen3-moe", NO_PIECES | options, {"leak": 1e-6}, quantize=name)
+        for name, options in (
+            ("fp8-block", {}),
+            ("w8a8_int8", {}),
+            # Marlin's kernels would be compiled when they are first used, for more than four minutes.
+            ("gptq", {"quantization": "moe_wna16"}),
+            ("awq", {"quantization": "moe_wna16"}),
+        )
     },
 }
 

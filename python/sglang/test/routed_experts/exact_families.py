@@ -71,6 +71,7 @@ EXACT_FAMILIES = {
             "linear_value_head_dim": 64,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
+            "full_attention_interval": 4,
         },
         experts=32,
     ),
@@ -80,7 +81,7 @@ EXACT_FAMILIES = {
             "num_local_experts": 32,
             "num_experts_per_tok": 4,
             "max_position_embeddings": 131072,
-            "swiglu_limit": 7.0,  # hub configs have it
+            "swiglu_limit": 7.0,
         },
         experts=32,
     ),
@@ -120,9 +121,13 @@ def make_exact(
         dtype: of the weights in the file; the reference computes with the same values in float32.
         leak: scale of what attention and experts write. Quantization cannot scale zeros; with a leak of 1e-6 their
             output is far below what could change a choice.
-        margin: tokens with a choice won by less, in router scores, are left out.
+        margin: tokens with a choice won by less, in router scores, are left out. A router with a bias rounds its scores
+            to `dtype`: 0.03 is enough for bfloat16.
     """
     config = getattr(transformers, family.config)(**_COMMON | {"dtype": dtype} | family.options)
+    for name, value in family.options.items():
+        if not hasattr(config, name):  # transformers has no use for it; configs on the hub have it
+            setattr(config, name, value)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"

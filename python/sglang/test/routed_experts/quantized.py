@@ -1,4 +1,4 @@
-"""Rewriting a checkpoint as published quantized ones are: attention's and experts' weights rounded, routers left alone."""
+"""Rewriting a checkpoint as published quantized ones are: experts' weights rounded, routers left alone."""
 
 import json
 import re
@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 GROUP = 128  # inputs, and for fp8 outputs, that share a scale
 _LINEAR = re.compile(r"\.([qkvo]|gate|up|down)_proj\.weight$")
+_EXPERTS = re.compile(r"\.experts\.\d+\.\w+_proj\.weight$")
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs lies at which four bits
 
 Tensors = dict[str, torch.Tensor]
@@ -19,13 +20,14 @@ def quantize(folder: Path, method: str) -> None:
     """Quantize the weights of a model in `folder`, and say so in its config.
 
     Args:
-        method: "fp8-block", "w8a8_int8", "gptq" or "awq" (both of 4 bits).
+        method: "fp8-block" or "w8a8_int8", attention too; "gptq" or "awq", experts only, 4 bits.
     """
     rewrite, config = _METHODS[method]
+    chosen = _EXPERTS if method in ("gptq", "awq") else _LINEAR
     path = folder / "model.safetensors"
     tensors: Tensors = {}
     for name, weight in load_file(path).items():
-        if _LINEAR.search(name):
+        if chosen.search(name):
             stem = name.removesuffix("weight")
             tensors |= {stem + part: x.contiguous() for part, x in rewrite(weight.float()).items()}
         else:
@@ -108,6 +110,7 @@ _METHODS: dict[str, tuple[Callable[[torch.Tensor], Tensors], dict]] = {
             "desc_act": False,
             "sym": True,
             "checkpoint_format": "gptq",
+            "dynamic": {r"-:.*\.self_attn\..*": {}},
         },
     ),
     "awq": (
@@ -118,6 +121,7 @@ _METHODS: dict[str, tuple[Callable[[torch.Tensor], Tensors], dict]] = {
             "group_size": GROUP,
             "zero_point": True,
             "version": "gemm",
+            "modules_to_not_convert": ["self_attn"],
         },
     ),
 }
