@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 _DRAFTS = "sglang.srt.layers.attention.flashattention_backend"
-_POLICY = "sglang.srt.layers.moe.routed_experts.policy"
 
 
 def _give_drafts_triton(module) -> None:
@@ -31,11 +30,6 @@ def _give_drafts_triton(module) -> None:
 
     module.FlashAttentionBackend = DraftLayerBackend
     print("several draft layers: attention by Triton", flush=True)
-
-
-def _lift_refusal(module) -> None:
-    """Until this test has passed, the refusal stands."""
-    module.REFUSALS = tuple(r for r in module.REFUSALS if r.flag != "--enable-multi-layer-eagle")
 
 
 class _After(importlib.abc.MetaPathFinder):
@@ -59,5 +53,5 @@ class _After(importlib.abc.MetaPathFinder):
         return spec
 
 
-sys.meta_path[:0] = [_After(_DRAFTS, _give_drafts_triton), _After(_POLICY, _lift_refusal)]
+sys.meta_path.insert(0, _After(_DRAFTS, _give_drafts_triton))
 runpy.run_path(str(Path(__file__).parents[1] / "sync_guard" / "sitecustomize.py"))

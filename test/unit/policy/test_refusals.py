@@ -90,7 +90,10 @@ CASES = [
         "--speculative-eagle-topk",
         later={"speculative_algorithm": "EAGLE", "page_size": 16, "speculative_eagle_topk": 4},
     ),
-    Case("--enable-multi-layer-eagle", later={"enable_multi_layer_eagle": True}),
+    Case(
+        "--enable-multi-layer-eagle",
+        later={"enable_multi_layer_eagle": True, "disable_overlap_schedule": True},
+    ),
     *(
         Case("--moe-runner-backend", {"moe_runner_backend": backend})
         for backend in ("flashinfer_trtllm", "flashinfer_mxfp4", "triton_kernel")
@@ -191,6 +194,12 @@ def test_the_plain_configuration_is_served(server_args: Build) -> None:
 )
 def test_what_is_right_is_not_refused(arguments: dict[str, Any], server_args: Build) -> None:
     server_args(enable_return_routed_experts=True, **arguments)
+
+
+def test_several_draft_layers_are_served_with_overlap(server_args: Build) -> None:
+    args = server_args(enable_return_routed_experts=True)
+    args.enable_multi_layer_eagle = True
+    check_server_args(args)
 
 
 def test_every_reason_is_named_at_once(server_args: Build) -> None:

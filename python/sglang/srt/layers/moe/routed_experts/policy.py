@@ -190,8 +190,9 @@ REFUSALS = (
     ),
     Refusal(
         "--enable-multi-layer-eagle",
-        lambda args: args.enable_multi_layer_eagle,
-        "rows have not been tested with several draft layers",
+        lambda args: args.enable_multi_layer_eagle and args.disable_overlap_schedule,
+        "rows have not been tested with several draft layers and no overlap",
+        "Set SGLANG_ENABLE_SPEC_V2=1, which SGLang does by itself for models that bring such layers",
     ),
     # The ids do not pass the place where they are captured, or are not what the router chose.
     Refusal(
