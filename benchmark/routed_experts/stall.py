@@ -26,7 +26,7 @@ from servers import Engine, Server
 
 OTHERS = 32
 PROMPT_TOKENS = (500, 32_000)
-REPEATS = 5
+REPEATS = 3
 _ANSWER_TOKENS = 64
 _MARGIN = 0.1  # seconds before and after the end that count as around it
 
