@@ -18,6 +18,7 @@ from typing import Any
 
 import picture
 import step_trace
+from growth import growth, table
 from results import ResultsError, merge, middle, paired_ratios
 from scheduler_time import REQUEST_CALLS, STEP_CALLS
 
@@ -56,7 +57,7 @@ def absolute(data: Data) -> str:
         for engine in ENGINES
         for flag, asked in ((False, "no"), *((True, asked) for asked in ASKED))
     ]
-    tps = _table(["output tok/s", *(f"batch {b}" for b in batches)], lines)
+    tps = table(["output tok/s", *(f"batch {b}" for b in batches)], lines)
     return "\n\n".join(
         filter(None, (tps, _ratios(data, "ttft_s", "last first token, seconds / flag off")))
     )
@@ -85,7 +86,7 @@ def _ratios(data: Data, field: str, what: str) -> str:
         name = f"ours over 0.5.11, {ASKED[asked]}"
         peer = {"engine": "peer", "flag": True, "asked": asked}
         lines.append([name, *(_ratio(data, rows, "ours", asked, b, field, peer) for b in batches)])
-    return _table([what, *(f"batch {b}" for b in batches)], lines)
+    return table([what, *(f"batch {b}" for b in batches)], lines)
 
 
 def _ratio(
@@ -129,7 +130,7 @@ def _costs(data: Data) -> str:
             for asked, name in (("int32", "int32"), ("auto", "auto"), ("no", "no rows"))
         ),
     ]
-    return _table(["", *(RELEASES[e] for e in engines)], lines)
+    return table(["", *(RELEASES[e] for e in engines)], lines)
 
 
 def _kernels(data: Data, engine: str, field: str) -> str:
@@ -213,7 +214,7 @@ def published(data: Data) -> str:
             name = f"{ENGINES[engine]}, flag {'on' if flag else 'off'}"
             lines.append([name, f"{tps:,.0f}", against[0], f"{latency:.2f} s", against[1]])
     head = ["batch 64, 1,024 in, 512 out", "output tok/s", "", "latency", ""]
-    return "\n\n".join((_table(head, lines), f"`{data['server']}`\n\n{_caption(data)}"))
+    return "\n\n".join((table(head, lines), f"`{data['server']}`\n\n{_caption(data)}"))
 
 
 def _against(data: Data, row: Data, first: Data) -> list[str]:
@@ -223,69 +224,6 @@ def _against(data: Data, row: Data, first: Data) -> list[str]:
     fields = ("output_tps", "latency_s")
     ratios = [paired_ratios(data, row, first, field) for field in fields]
     return [f"{middle(each) - 1:+.1%}" if each else "" for each in ratios]
-
-
-def growth(data: Data) -> str:
-    """How the kernels' cost grows: tokens, layers and top-k, and rows of a request."""
-    all_kernels = data.get("kernels", [])
-    parts = []
-    usual = [k for k in all_kernels if (k["layers"], k["top_k"], k["experts"]) == (48, 8, 128)]
-    steps = sorted({k["tokens"] for k in usual if k["what"] != "collect"})
-    head = ["", "copies a layer, int32", "pack and file at once", "pack", "file", "file GB/s"]
-    parts.append(
-        _table(
-            ["tokens, 48 layers x top-8 of 128", *head[1:]],
-            [[f"{n:,}", *_step_cells([k for k in usual if k["tokens"] == n])] for n in steps],
-        )
-    )
-    shapes = sorted({(k["layers"], k["top_k"], k["experts"]) for k in all_kernels})
-    lines = []
-    for tokens in (64, 8_192):
-        for shape in shapes:
-            about = "{} x {} of {}".format(*shape)
-            at = [
-                k
-                for k in all_kernels
-                if (k["layers"], k["top_k"], k["experts"], k["tokens"]) == (*shape, tokens)
-            ]
-            lines.append([f"{about}, {tokens:,} tokens", *_step_cells(at)])
-    parts.append(_table(["layers x top-k", *head[1:]], lines))
-    collected = [k for k in usual if k["what"] == "collect"]
-    parts.append(
-        _table(
-            ["rows of a request, collected", "time", "GB/s over the bus"],
-            [[f"{k['tokens']:,}", _spread(k), f"{k['gb_s']:.1f}"] for k in collected],
-        )
-    )
-    parts.append(
-        _table(
-            ["scheduler's thread", "tokens", "time"],
-            [[f"`{h['what']}`", f"{h['tokens']:,}", _spread(h)] for h in data.get("host_time", [])],
-        )
-    )
-    return "\n\n".join(filter(None, parts))
-
-
-def _step_cells(entries: Sequence[Data]) -> list[str]:
-    by_name = {entry["what"]: entry for entry in entries}
-    names = ("copies", "pack_and_file", "pack", "file")
-    times = [_spread(by_name[name]) if name in by_name else "" for name in names]
-    return [*times, f"{by_name['file']['gb_s']:.1f}" if "file" in by_name else ""]
-
-
-def _spread(entry: Data) -> str:
-    digits = 1 if entry["us"] < 1_000 else 0
-    low, high = entry["us_p10"], entry["us_p90"]
-    return f"{entry['us']:,.{digits}f} us ({low:,.{digits}f} to {high:,.{digits}f})"
-
-
-def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Markdown; lines without any figure are left out, and so is a table without lines."""
-    told = [line for line in lines if any(line[1:])]
-    if not told:
-        return ""
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *told))
 
 
 def put(text: str, marker: str, file: Path) -> bool:
