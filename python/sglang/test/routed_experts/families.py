@@ -200,3 +200,29 @@ def draw(model: nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.uniform_(0, 0.2)
+
+
+def let_eplb_run_on_the_cpu() -> None:
+    """In this process, do what CUDA does and the CPU engine leaves out: count experts, turn logical ids physical."""
+    from sglang.srt.eplb import expert_distribution
+    from sglang.srt.layers.moe import topk
+
+    class OnTheCpu:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        def zeros(self, *size: Any, device: str, **options: Any) -> torch.Tensor:
+            return torch.zeros(*size, device="cpu" if device == "cuda" else device, **options)
+
+    post_process = topk._post_process_topk_ids
+
+    def as_on_cuda(*arguments: Any, **options: Any) -> Any:
+        topk._is_cuda = True
+        try:
+            return post_process(*arguments, **options)
+        finally:
+            topk._is_cuda = False
+
+    expert_distribution.torch = OnTheCpu()
+    topk._post_process_topk_ids = as_on_cuda
+    torch.cpu.empty_cache = lambda: None
