@@ -5,6 +5,7 @@ is therefore not excluded beforehand, but measured afterwards: see `RouterProbe.
 """
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -203,8 +204,9 @@ def draw(model: nn.Module) -> None:
 
 
 def let_eplb_run_on_the_cpu() -> None:
-    """In this process, do what CUDA does and the CPU engine leaves out: count experts, turn logical ids physical."""
+    """In this process, count experts and turn logical ids physical, as CUDA does and the CPU does not; on two cores."""
     from sglang.srt.eplb import expert_distribution
+
     from sglang.srt.layers.moe import topk
 
     class OnTheCpu:
@@ -223,6 +225,8 @@ def let_eplb_run_on_the_cpu() -> None:
         finally:
             topk._is_cuda = False
 
+    cores = sorted(os.sched_getaffinity(0))
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = f"{cores[0]}|{cores[-1]}"  # one entry a rank
     expert_distribution.torch = OnTheCpu()
     topk._post_process_topk_ids = as_on_cuda
     torch.cpu.empty_cache = lambda: None
