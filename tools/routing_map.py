@@ -43,20 +43,27 @@ they are refused all the same.
 BYPASSED = """
 ## Blocks that capture does not see
 
-Each of them is an error at start-up that names the layers, as is a model run by transformers' code
-(`--model-impl transformers`) whose experts SGLang does not replace. `--model-impl mindspore` routes
-outside torch and is refused.
+Each of them is an error at start-up that names the layers, as are experts, of a single layer even,
+that SGLang does not replace in a model run by transformers' code: they are known by the shapes of
+their weights. `--model-impl mindspore` routes outside torch and is refused.
 
 | file: block | how it routes | models |
 |---|---|---|
 """
 
 SHOWN = """
+Two-batch overlap, `--enable-torch-compile` and compiled piecewise graphs are refused
+([refusals.md](refusals.md)).
+
 ## Shown against transformers
 
-`test/e2e/test_families.py` serves small random models of these families on the CPU engine and
-compares every id with the choice of transformers' router on the same weights. Allowed mismatches:
-none. It also shows that no choice was so close that rounding could have changed it.
+Allowed mismatches are none in all of this.
+
+### On the CPU engine
+
+`test/e2e/test_families.py` serves small random models of these families and compares every id with
+the choice of transformers' router on the same weights. It also shows that no choice was so close
+that rounding could have changed it.
 
 | family | path on the CPU engine |
 |---|---|
@@ -68,11 +75,15 @@ none. It also shows that no choice was so close that rounding could have changed
 | DeepSeek-V3 | biased grouped, several groups; a dense first layer, a shared expert |
 | Mixtral for quantized weights | own |
 | Qwen2-MoE, OLMoE, GLM-4-MoE by transformers' code | own |
+| Qwen3-VL-MoE (`test_wrapper.py`) | softmax; text alone and with images, whose tokens have rows too |
 
 The same test shows it with fused shared experts (DeepSeek-V3 and GLM-4-MoE, fused as on CUDA), with
 a LoRA adapter in a batch of both, and with chunks mixed into decode steps. Qwen3-MoE is compared by
-the other end-to-end tests. These do not run on the CPU engine, for reasons
-of the base:
+the other end-to-end tests. `test_eplb.py` moves experts between two ranks, three times, with
+replicas, static and dynamic dispatch (the base's CPU engine leaves counting and physical ids out;
+the test puts them back).
+
+These do not run on the CPU engine, for reasons of the base:
 
 | family | why not |
 |---|---|
@@ -81,9 +92,34 @@ of the base:
 | DeepSeek by transformers' code | the KV pool has latent keys, `models/transformers.py` gives it whole ones |
 | any family with `--page-size` above 1 | `mem_cache/allocator.py` allocates slots by a Triton kernel |
 
-Logical ids under EPLB, with replicas, static and dynamic: `test/unit/policy/test_expert_location.py`
-runs the base's routing on the CPU. The CPU engine leaves the conversion to physical ids out, and
-`--enable-eplb` needs expert parallelism.
+### On one H200
+
+torch 2.11, sglang-kernel 0.4.2; `benchmark/routed_experts/results/gpu/{topk_paths,path_values}.json`.
+
+`python test/gpu/topk_paths.py` calls each kernel behind `TopK`, 36 cases of 1 to 4,096 tokens,
+eager, replayed in a CUDA graph and with padding: softmax, sigmoid, with and without bias and
+renormalization, grouped, biased grouped by FlashInfer, `moe_fused_gate`, `kimi_k2_moe_fused_gate`
+and compiled, fused shared experts, Llama 4's and PhiMoE's functions, LongCat's torch path, and
+static and dynamic dispatch of experts. 1,396,065 ids were those recomputed from the logits. Binding adds
+no kernel to the direct paths, and one copy to each other.
+
+`python test/gpu/path_values.py` runs engines of models whose routers see exact inputs: neither
+attention nor experts write to the residual stream (quantized ones a millionth), so that half
+precision cannot change a choice.
+
+| engine | path | with |
+|---|---|---|
+| DeepSeek-V3, 256 experts | biased grouped: `moe_fused_gate` | fused shared expert; prefill in piecewise graphs |
+| the same, not fused | biased grouped: FlashInfer, direct | `--page-size 64` |
+| DeepSeek-V3, 64 experts | biased grouped: FlashInfer, direct | EPLB with 8 redundant experts, static and dynamic: 3 rebalances each, on one rank |
+| DeepSeek-V2 | grouped, compiled | `--page-size 16`; prefill in piecewise graphs |
+| GLM-4-MoE | biased grouped, compiled | fused shared expert, `--page-size 16`; prefill in piecewise graphs |
+| Qwen3-MoE | softmax, direct | fp8 made at start-up, fp8 in blocks, int8 |
+
+Not shown on a GPU: Qwen3-Next and 4-bit experts (`gptq`, `awq`; Marlin's kernels were still being
+compiled after four minutes), which the script holds but did not get to the end of; GPT-OSS, of
+whose 214,656 ids 433 differed: the reference had not rounded router scores with their bias to
+bfloat16 (doing so in torch changes as many). Since then such tokens are left out, which was not run.
 """
 
 
