@@ -77,7 +77,7 @@ SETUPS = {
     "qwen3-next-overlap": Setup(
         "qwen3-next", {"max_mamba_cache_size": 64, "mamba_scheduler_strategy": "extra_buffer"}
     ),
-    "deepseek-v3": Setup("deepseek-v3", logged={NOT_FUSED: 0}),
+    "deepseek-v3": Setup("deepseek-v3", logged={"Shared experts fusion optimization enabled": 1}),
     "eplb-dynamic": _eplb("dynamic"),
     "glm4-moe": Setup("glm4-moe", {"page_size": 16}, logged={NOT_FUSED: 0}),
     "fp8": Setup("qwen3-moe", NO_PIECES | {"quantization": "fp8"}, {"leak": 1e-6}),
