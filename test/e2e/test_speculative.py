@@ -145,3 +145,32 @@ def test_rows_are_those_of_the_verified_tokens(
     assert (tokens / steps > 1.5) == case.accepted, f"{tokens / steps:.2f} tokens a step"
     assert ended_inside > 10 or not case.accepted
     assert all(output["meta_info"]["cached_tokens"] > NEW_TOKENS for output in answers[1][4:])
+
+
+def test_requests_that_were_retracted(
+    models: dict[str, Path], engines: Engines, tmp_path: Path
+) -> None:
+    """The pool holds half of what they need: some are recomputed, and keep what they had earned."""
+    rng = random.Random(4)
+    prompts = [[rng.randrange(3, 200) for _ in range(40)] for _ in range(8)]
+    call = batch(prompts, [{"max_new_tokens": 120, "ignore_eos": True}] * len(prompts))
+    call["return_routed_experts"] = [True] * len(prompts)
+    (answers,) = engines.run(
+        models["qwen3"],
+        generate,
+        [call],
+        log=tmp_path / "log",
+        before=speculate_on_cpu,
+        speculative_algorithm="EAGLE",
+        speculative_draft_model_path=str(models["echo"]),
+        context_length=4096,
+        max_total_tokens=700,
+        schedule_conservativeness=0.01,
+        **CHAIN,
+    )
+    assert sum(answer["meta_info"]["total_retractions"] for answer in answers) > 2
+    sequences = [prompt + answer["output_ids"] for prompt, answer in zip(prompts, answers)]
+    tally = Tally()
+    for answer, expected in zip(answers, TransformersRouter(models["qwen3"]).route(sequences)):
+        tally.add(decode_routed_experts(answer["meta_info"]).astype(np.int32), expected)
+    assert tally.mismatches == 0, f"{tally}"
