@@ -78,7 +78,7 @@ def delivery(monkeypatch):
     config = SimpleNamespace(num_hidden_layers=48, num_experts=128, num_experts_per_tok=8)
     return RowsDelivery(
         SimpleNamespace(
-            server_args=SimpleNamespace(enable_return_routed_experts=True),
+            server_args=SimpleNamespace(enable_return_routed_experts=True, tokenizer_worker_num=2),
             model_config=SimpleNamespace(hf_text_config=config),
             enable_metrics=False,
         )
@@ -103,8 +103,9 @@ def aborted(tokens):
 
 
 async def settled(delivery, one, as_text=True):
-    out = {"meta_info": {}}
-    await delivery.settle(one, out, as_text)
+    kept = {"meta_info": {}}  # the manager keeps it where requests are dumped
+    out = await delivery.settle(one, kept, as_text)
+    assert kept == {"meta_info": {}}
     return out["meta_info"]
 
 
@@ -204,8 +205,7 @@ def test_aborted_after_it_was_retracted(delivery, scheduler, answered):
         rows = replace(scheduler.rows(4, "auto"), prompt_tokens=50)
         out = aborted(answered)
         delivery.attach_aborted(one, SimpleNamespace(routed_experts=rows), out)
-        await delivery.settle(one, out, as_text=True)
-        return out["meta_info"]
+        return (await delivery.settle(one, out, as_text=True))["meta_info"]
 
     meta = asyncio.run(run())
     assert meta["prompt_tokens"] == 50

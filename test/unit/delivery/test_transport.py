@@ -134,16 +134,30 @@ def test_a_block_that_was_never_described_returns_by_itself():
 
 
 def test_blocks_of_a_reader_that_died_come_back_after_a_while():
+    """Counted from when the reader is told: rows of a retracted request may lie for longer."""
     now = [0.0]
     arena = RowsArena(MB, first_segment=MB, clock=lambda: now[0])
     block, _ = filled(arena, shape=(900, 256, 4))
-    descriptor = described(block, shape=(900, 256, 4))
-    now[0] = transport._LEASE_SECONDS - 1
-    assert arena.allocate(200_000) is None
     now[0] = transport._LEASE_SECONDS + 1
+    descriptor = described(block, shape=(900, 256, 4))
+    now[0] = 2 * transport._LEASE_SECONDS
+    assert arena.allocate(200_000) is None
+    now[0] = 2 * transport._LEASE_SECONDS + 2
     assert arena.allocate(200_000) is not None
     with pytest.raises(RoutedExpertsError, match="given up"):
         RowsReader().read(descriptor)
+
+
+def test_a_full_arena_does_not_look_at_every_block_for_each_request():
+    now = [1.0]
+    arena = RowsArena(MB, first_segment=MB, clock=lambda: now[0])
+    blocks = [arena.allocate(9_000) for _ in range(80)]
+    assert arena.allocate(500_000) is None
+    looks = []
+    arena._reclaim = lambda checks: looks.append(checks)
+    assert arena.allocate(500_000) is None and looks == [transport._CHECKS_PER_ALLOCATION]
+    now[0] += transport._PAUSE_WHEN_FULL
+    assert arena.allocate(500_000) is None and looks[-1] == len(blocks)
 
 
 def test_grows_by_segments_up_to_its_capacity_and_registers_each():

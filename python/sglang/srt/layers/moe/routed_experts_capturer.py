@@ -147,8 +147,12 @@ class _TargetCapturer(RoutedExpertsCapturer):
     def open_store(self, model_runner: ModelRunner) -> None:
         if self._filer is None:
             return
-        self._filer.open(model_runner.max_total_num_tokens + model_runner.page_size)
-        arena = open_arena(model_runner.server_args)
+        args = model_runner.server_args
+        self._filer.open(
+            model_runner.max_total_num_tokens + model_runner.page_size,
+            stores=max(1, args.dp_size // args.nnodes),
+        )
+        arena = open_arena(args)
         self._collector = RowCollector(self._filer, self._shape, model_runner.device, arena)
         if model_runner.server_args.enable_metrics:
             labels = {

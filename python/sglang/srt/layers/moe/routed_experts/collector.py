@@ -91,6 +91,7 @@ class RowCollector:
         completion = len(req.output_ids_through_stop)
         start, end = _wanted(req, completion)
         block = self._gather(req, pool, start, end) if end > start else None
+        req.routed_experts_earned = None  # a session keeps its requests
         return self._answer(req, completion, block)
 
     def earned(self, req: Req) -> RowsDescriptor | None:

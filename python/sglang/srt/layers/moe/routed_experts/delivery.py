@@ -54,7 +54,8 @@ class RowsDelivery:
         if manager.enable_metrics and manager.server_args.enable_return_routed_experts:
             self._metrics = DeliveryMetrics(manager.metrics_collector.labels)
         self._in_flight = BytesInFlight(
-            limit=envs.SGLANG_ROUTED_EXPERTS_IN_FLIGHT_MB.get() << 20,
+            limit=(envs.SGLANG_ROUTED_EXPERTS_IN_FLIGHT_MB.get() << 20)
+            // max(1, manager.server_args.tokenizer_worker_num),
             on_change=self._metrics.in_flight if self._metrics is not None else None,
         )
 
@@ -98,15 +99,17 @@ class RowsDelivery:
         if descriptor is not None:
             self._reader.release(descriptor)
 
-    async def settle(self, state: ReqState, out: dict[str, Any], as_text: bool) -> None:
-        """Put the rows of a finished request into out["meta_info"].
+    async def settle(self, state: ReqState, out: dict[str, Any], as_text: bool) -> dict[str, Any]:
+        """`out` of a finished request with its rows in meta_info.
+
+        In a copy: the manager keeps `out` where requests are dumped, and rows that are kept are in flight for ever.
 
         Args:
             as_text: as a str, for a caller in this process; otherwise as WireRows, for response.py.
         """
         pending, state.routed_experts = state.routed_experts, None
         if pending is None:
-            return
+            return out
         # Shielded: a job cancelled before it ran would not release its block.
         since, fields = await asyncio.shield(pending)
         rows = fields.get("routed_experts")
@@ -117,7 +120,7 @@ class RowsDelivery:
             loop = asyncio.get_running_loop()
             text = await loop.run_in_executor(self._copiers, rows.text)
             fields = {**fields, "routed_experts": text}
-        out["meta_info"].update(fields)
+        return {**out, "meta_info": {**out["meta_info"], **fields}}
 
     def _start(
         self,

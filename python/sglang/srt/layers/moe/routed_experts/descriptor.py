@@ -19,7 +19,10 @@ import numpy as np
 HEADER_WORDS = 16
 READY_WORD, BAD_WORD, RELEASED_WORD, GENERATION_WORD = range(4)
 DTYPES = ("uint8", "uint16", "int32")
-NOT_CAPTURED = "not every row was captured; the server's log says why"
+NOT_CAPTURED = (
+    "not every row was captured; the server's log says why. If they are of a cached prefix, "
+    "POST /flush_cache"
+)
 
 
 class BlockRef(NamedTuple):

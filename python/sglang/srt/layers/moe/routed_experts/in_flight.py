@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-_POLL_SECONDS = 0.01
 _PATIENCE_SECONDS = 300.0
 
 
@@ -37,6 +36,7 @@ class BytesInFlight:
         self.limit = limit
         self.total = 0
         self._on_change = on_change
+        self._fits = asyncio.Event()
 
     def claim(self, num_bytes: int) -> Claim:
         """Count `num_bytes` until the claim is gone. Never waits: what has finished must go out."""
@@ -52,15 +52,19 @@ class BytesInFlight:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _PATIENCE_SECONDS
         while self.total > self.limit:
-            if loop.time() > deadline:
-                raise _unavailable(self.total)
-            await asyncio.sleep(_POLL_SECONDS)
+            self._fits.clear()
+            try:
+                await asyncio.wait_for(self._fits.wait(), deadline - loop.time())
+            except asyncio.TimeoutError:
+                raise _unavailable(self.total) from None
 
     def _give_back(self, num_bytes: int) -> None:
         self._add(-num_bytes)
 
     def _add(self, num_bytes: int) -> None:
         self.total += num_bytes
+        if self.total <= self.limit:
+            self._fits.set()
         if self._on_change is not None:
             self._on_change(self.total)
 

@@ -18,9 +18,11 @@ any side is.
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 import weakref
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import torch
@@ -66,16 +68,10 @@ class HostStore:
     that is registered with CUDA.
     """
 
-    def __init__(self, num_slots: int, shape: RowShape, device: str) -> None:
+    def __init__(self, num_slots: int, shape: RowShape, device: str, stores: int = 1) -> None:
         """Raises RuntimeError when the host has less memory than the store needs."""
         self.num_bytes = num_slots * shape.row_bytes
-        available = psutil.virtual_memory().available
-        if self.num_bytes > available:
-            raise RuntimeError(
-                f"--enable-return-routed-experts needs {self.num_bytes / 2**30:.2f} GiB of host memory for "
-                f"{num_slots} KV slots, {available / 2**30:.2f} GiB are available. "
-                "Lower --max-total-tokens or --mem-fraction-static, or free host memory."
-            )
+        check_host_memory(self.num_bytes, num_slots, stores)
         self._mapping = mmap.mmap(-1, self.num_bytes)
         self.rows = torch.frombuffer(self._mapping, dtype=torch.uint8).view(
             num_slots, shape.row_bytes
@@ -138,12 +134,15 @@ class RowFiler:
         tensors = [t for slot in self._ring for t in (slot.rows, slot.slots, slot.status)]
         return sum(t.numel() * t.itemsize for t in tensors)
 
-    def open(self, num_slots: int) -> HostStore:
+    def open(self, num_slots: int, stores: int = 1) -> HostStore:
         """Allocate the store, once the KV pool's size is known, and launch every variant of the kernels once.
 
         Otherwise they would compile in the middle of serving, at the first decode step and the first long prefill.
+
+        Args:
+            stores: how many of this size the host is to hold, one for each rank that answers.
         """
-        self.store = HostStore(num_slots, self._shape, self._device)
+        self.store = HostStore(num_slots, self._shape, self._device, stores)
         if self._device == "cuda":
             tokens = min(self.capacity, kernels.MOST_SPREAD_TOKENS + 1)
             buffer = torch.zeros(
@@ -251,6 +250,32 @@ class RowFiler:
         self._stream.record(slot.filed)
         self._side_filed = self.last_filed = slot.filed
         return slot.filed
+
+
+def check_host_memory(num_bytes: int, num_slots: int, stores: int) -> None:
+    """Raises RuntimeError where the host has too little memory for a store, or for those of all its ranks together.
+
+    The other ranks may have theirs by now, or not: what is available says nothing of them, the total does.
+    """
+    memory = psutil.virtual_memory()
+    total = min(memory.total, _container_limit())
+    available = min(memory.available, total)
+    if num_bytes > available or num_bytes * stores > total:
+        of_all = f", {stores} times on this host" if stores > 1 else ""
+        raise RuntimeError(
+            f"--enable-return-routed-experts needs {num_bytes / 2**30:.2f} GiB of host memory for "
+            f"{num_slots} KV slots{of_all}; {available / 2**30:.2f} GiB are available, of {total / 2**30:.2f}. "
+            "Lower --max-total-tokens or --mem-fraction-static, or give the host more memory."
+        )
+
+
+def _container_limit() -> float:
+    """Bytes that the container may use (cgroup v2), infinite without a limit."""
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return math.inf
+    return math.inf if limit == "max" else int(limit)
 
 
 def register_host_memory(owner: object, address: int, num_bytes: int) -> None:

@@ -45,6 +45,7 @@ _MIN_SEGMENT_BYTES = 64 << 20
 _CHECKS_PER_ALLOCATION = 32
 # A block that its reader has not released after this long belonged to a process that died.
 _LEASE_SECONDS = 900.0
+_PAUSE_WHEN_FULL = 0.1  # seconds until all leases are looked at again
 
 
 class RowsBlock:
@@ -69,14 +70,14 @@ class RowsBlock:
         Args:
             fields: of RowsDescriptor.
         """
-        self._lease.described = True
+        self._lease.described_at = self._lease.clock()
         ref = self._lease.segment.reference(self._lease.offset, self._lease.generation)
         descriptor = RowsDescriptor(**fields, block=ref)
         assert descriptor.num_bytes == self.rows.numel()
         return descriptor
 
     def __del__(self) -> None:
-        self._lease.dropped = not self._lease.described
+        self._lease.dropped = self._lease.described_at is None
 
 
 class RowsArena:
@@ -104,6 +105,7 @@ class RowsArena:
         self._segments: list[_Segment] = []
         self._leases: deque[_Lease] = deque()
         self._generation = 0
+        self._full_until = 0.0
         self._grow(0)
 
     @property
@@ -121,19 +123,22 @@ class RowsArena:
         needed = _HEADER_BYTES + num_bytes
         needed += -needed % _ALIGNMENT
         self._reclaim(_CHECKS_PER_ALLOCATION)
-        return (
-            self._take(needed, num_bytes)
-            or (self._reclaim(len(self._leases)) and self._take(needed, num_bytes))
-            or (self._grow(needed) and self._take(needed, num_bytes))
-            or None
+        block = self._take(needed, num_bytes)
+        if block is not None or self._clock() < self._full_until:
+            return block
+        block = (self._reclaim(len(self._leases)) and self._take(needed, num_bytes)) or (
+            self._grow(needed) and self._take(needed, num_bytes)
         )
+        if not block:
+            self._full_until = self._clock() + _PAUSE_WHEN_FULL
+        return block or None
 
     def _take(self, needed: int, num_bytes: int) -> RowsBlock | None:
         for segment in self._segments:
             offset = segment.take(needed)
             if offset is not None:
                 self._generation = self._generation % 0x7FFFFFFF + 1
-                lease = _Lease(segment, offset, needed, self._generation, self._clock())
+                lease = _Lease(segment, offset, needed, self._generation, self._clock)
                 self._leases.append(lease)
                 return RowsBlock(lease, *segment.views(offset, num_bytes, self._generation))
         return None
@@ -143,7 +148,7 @@ class RowsArena:
         freed = False
         for _ in range(min(checks, len(self._leases))):
             lease = self._leases.popleft()
-            if lease.over(self._clock()):
+            if lease.over():
                 lease.segment.give(lease.offset, lease.num_bytes)
                 freed = True
             else:
@@ -183,23 +188,23 @@ def open_arena(server_args: ServerArgs) -> RowsArena | None:
 
 @dataclass
 class _Lease:
-    """A block that is not free: who has it, and since when."""
+    """A block that is not free: who has it, and since when its reader knows."""
 
     segment: _Segment
     offset: int
     num_bytes: int
     generation: int
-    since: float
-    described: bool = False
+    clock: Callable[[], float]
+    described_at: float | None = None
     dropped: bool = False
 
-    def over(self, now: float) -> bool:
+    def over(self) -> bool:
         """Whether nobody writes (READY is up) and nobody will read."""
         ready, _, released, _ = self.segment.words(self.offset)
         return ready != 0 and (
             released == self.generation
             or self.dropped
-            or (self.described and now - self.since > _LEASE_SECONDS)
+            or (self.described_at is not None and self.clock() - self.described_at > _LEASE_SECONDS)
         )
 
 
