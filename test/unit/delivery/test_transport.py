@@ -154,7 +154,7 @@ def test_a_full_arena_does_not_look_at_every_block_for_each_request():
     blocks = [arena.allocate(9_000) for _ in range(80)]
     assert arena.allocate(500_000) is None
     looks = []
-    arena._reclaim = lambda checks: looks.append(checks)
+    arena._reclaim = looks.append
     assert arena.allocate(500_000) is None and looks == [transport._CHECKS_PER_ALLOCATION]
     now[0] += transport._PAUSE_WHEN_FULL
     assert arena.allocate(500_000) is None and looks[-1] == len(blocks)

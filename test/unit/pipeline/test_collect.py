@@ -146,6 +146,48 @@ def test_retracted_twice_with_a_start(rank: Rank) -> None:
     assert np.array_equal(rank.read(req), np.concatenate(rows)[2:])
 
 
+@pytest.mark.parametrize("extended, kept", [(1, 1), (2, 2), (3, 0), (4, 0)])
+def test_what_the_first_token_was_sampled_with_stays(rank: Rank, extended: int, kept: int) -> None:
+    """With pages of 2: where no more than a page is computed once more, the cache may have had it all."""
+    cached = rank.forward(2, 0, [5, 6, 7, 8])
+    own = rank.forward(1, 4 - extended, [20, 21, 22, 23][:extended], run=1)
+    req = request(prompt=4, output=1)
+    req.extend_input_len, req.return_logprob = extended, False
+    rank.collector.keep_sampled(req, rank.pool, page_size=2)
+    rank.pool.req_to_token[1, :4] = torch.tensor([5, 6, 7, 8])  # what the cache has
+    rank.forward(3, 0, [20, 21, 22, 23], run=2)  # somebody else's now
+    later = rank.forward(1, 4, [30, 31], run=1)
+    req.output_ids = req.output_ids_through_stop = [0] * 3
+    expected = np.concatenate([cached[: 4 - kept], own[extended - kept :], later])
+    assert np.array_equal(rank.read(req), expected)
+
+
+def test_all_that_logprobs_were_computed_with_stays_over_a_retraction(rank: Rank) -> None:
+    rank.forward(2, 0, [5, 6, 7, 8])
+    own = rank.forward(1, 0, [20, 21, 22, 23], run=1)
+    req = request(prompt=4, output=1, start_len=1)
+    req.extend_input_len, req.return_logprob = 4, True
+    rank.collector.keep_sampled(req, rank.pool, page_size=1)
+    rank.pool.req_to_token[1, :4] = torch.tensor([5, 6, 7, 8])
+    later = rank.forward(1, 4, [30], run=1)
+    req.output_ids = [0] * 2
+    rank.collector.keep_earned(req, rank.pool)
+    again = rank.forward(1, 0, [40, 41, 42, 43, 44, 45], run=2)
+    req.output_ids = req.output_ids_through_stop = [0] * 3
+    assert np.array_equal(rank.read(req), np.concatenate([own[1:], later, again[5:]]))
+
+
+def test_a_kept_row_that_was_not_captured_is_an_error(rank: Rank) -> None:
+    rank.forward(2, 0, [5, 6, 7, 8])
+    rank.pool.req_to_token[1, :4] = torch.tensor([5, 6, 7, 20])  # nothing was ever filed at 20
+    req = request(prompt=4, output=1)
+    req.extend_input_len, req.return_logprob = 1, False
+    rank.collector.keep_sampled(req, rank.pool, page_size=1)
+    rank.pool.req_to_token[1, 3] = 8
+    with pytest.raises(RoutedExpertsError):
+        rank.read(req)
+
+
 def test_answers_do_not_depend_on_later_steps() -> None:
     """An answer is taken at once; what the slots hold afterwards is not its business."""
     rank = Rank(RowsArena(1 << 20, first_segment=1 << 20))

@@ -38,10 +38,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class EarnedRows:
-    """Rows [start, start + count) that a request had earned before it was retracted.
+    """Rows [start, start + count) that a request keeps, for its KV slots there are about to be other ones.
 
-    They stay what they were when the tokens were sampled: the prefix is recomputed later, perhaps with other weights.
-    Written once by the collect kernel; read when the request is retracted again or finishes. Freed with the request.
+    They stay what they were when tokens were sampled with them: a prefix is recomputed later, or was computed earlier,
+    perhaps with other weights. Written once by the collect kernel; read when the request is retracted or finishes.
+    Freed with the request.
     """
 
     block: RowsBlock | PrivateBlock
@@ -78,6 +79,7 @@ class RowCollector:
             slots = torch.zeros(1, dtype=torch.int32, device=device)
             block = self._new_block(shape.row_bytes)
             self._launch(slots, block.rows.view(1, -1), block)
+            kernels.mark_ready(block.header, self._one)
 
     def step_processed(self, filed: Event) -> None:
         """The scheduler now processes the step behind `filed`; what is collected waits for that."""
@@ -91,7 +93,9 @@ class RowCollector:
         completion = len(req.output_ids_through_stop)
         start, end = _wanted(req, completion)
         block = self._gather(req, pool, start, end) if end > start else None
-        req.routed_experts_earned = None  # a session keeps its requests
+        req.routed_experts_earned = req.routed_experts_sampled = (
+            None  # a session keeps its requests
+        )
         return self._answer(req, completion, block)
 
     def earned(self, req: Req) -> RowsDescriptor | None:
@@ -118,12 +122,27 @@ class RowCollector:
         block = self._gather(req, pool, start, end)
         req.routed_experts_earned = EarnedRows(block, start, end - start)
 
+    def keep_sampled(self, req: Req, pool: ReqToTokenPool, page_size: int) -> None:
+        """Keep the row that the first token was sampled with. Call before the prompt goes to the prefix cache.
+
+        Where the cache has the whole prompt, the request has computed the end of it once more, to sample from it. The
+        cache then puts its own slots in place of these: rows of an earlier forward, perhaps with other weights. With
+        logprobs of the prompt, all of it has been computed once more.
+        """
+        start, end = _wanted(req, len(req.output_ids))
+        first = max(start, end - req.extend_input_len)
+        if end <= first or (req.extend_input_len > page_size and not req.return_logprob):
+            return
+        req.routed_experts_sampled = None
+        block = self._gather(req, pool, first, end)
+        req.routed_experts_sampled = EarnedRows(block, first, end - first)
+
     def _gather(self, req: Req, pool: ReqToTokenPool, start: int, end: int):
         row_bytes = self._shape.row_bytes
         block = self._new_block((end - start) * row_bytes)
         rows = block.rows.view(-1, row_bytes)
         earned: EarnedRows | None = getattr(req, "routed_experts_earned", None)
-        kept = min(earned.count, end - start) if earned is not None else 0
+        kept = min(max(earned.start + earned.count - start, 0), end - start) if earned else 0
         slots = pool.req_to_token[req.req_pool_idx, start + kept : end].clone()
         self._slots_ready.record()
         self._stream.wait(self._slots_ready)
@@ -133,9 +152,12 @@ class RowCollector:
             if kept:
                 if not int(earned.block.header[READY_WORD]):
                     self._collected.synchronize()
-                rows[:kept].copy_(earned.block.rows.view(-1, row_bytes)[:kept])
+                first = start - earned.start
+                rows[:kept].copy_(earned.block.rows.view(-1, row_bytes)[first : first + kept])
                 block.header[BAD_WORD] = earned.block.header[BAD_WORD]
             self._launch(slots, rows[kept:], block)
+            self._put_sampled(req, start, start + kept, rows, block)
+            kernels.mark_ready(block.header, self._one)
         self._stream.uses(slots)
         self._stream.record(self._collected)
         self._filer.wait_for_collect(self._collected)
@@ -166,7 +188,31 @@ class RowCollector:
     ) -> None:
         store = self._filer.store
         kernels.collect(store.units, store.status, slots, kernels.as_units(rows), block.header)
-        kernels.mark_ready(block.header, self._one)
+
+    def _put_sampled(
+        self,
+        req: Req,
+        start: int,
+        first: int,
+        rows: torch.Tensor,
+        block: RowsBlock | PrivateBlock,
+    ) -> None:
+        """Over rows from position `first` on, those that the request keeps. In stream order, like all of collect."""
+        sampled: EarnedRows | None = getattr(req, "routed_experts_sampled", None)
+        if sampled is None:
+            return
+        first = max(first, sampled.start)
+        end = min(start + len(rows), sampled.start + sampled.count)
+        if end <= first:
+            return
+        store = sampled.block.rows.view(sampled.count, -1)
+        bad = sampled.block.header[BAD_WORD : BAD_WORD + 1].to(self._device, non_blocking=True)
+        status = (kernels.FILED + bad).to(torch.uint8).repeat(sampled.count)
+        slots = torch.arange(
+            first - sampled.start, end - sampled.start, dtype=torch.int32, device=self._device
+        )
+        out = kernels.as_units(rows[first - start : end - start])
+        kernels.collect(kernels.as_units(store), status, slots, out, block.header)
 
     def _new_block(self, num_bytes: int) -> RowsBlock | PrivateBlock:
         block = self._arena.allocate(num_bytes) if self._arena is not None else None
