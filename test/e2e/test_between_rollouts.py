@@ -172,6 +172,34 @@ def test_new_weights_in_the_middle_change_later_rows_only(
 
 
 @both_schedules
+def test_the_first_token_of_a_prompt_that_was_cached_under_other_weights(
+    client: Client,
+    tiny_model: Path,
+    next_model: Path,
+    router: TransformersRouter,
+    next_router: TransformersRouter,
+) -> None:
+    """It is sampled by the new weights, whatever the cache keeps of the prompt."""
+    text = "All of this is cached"
+    client.ask(Ask(text, new_tokens=2))
+    call(client, "pause_generation", mode="in_place")
+    try:
+        call(client, "update_weights_from_disk", model_path=str(next_model), flush_cache=False)
+        call(client, "continue_generation")
+        for new_tokens in (1, 8):
+            answer = client.ask(Ask(text, new_tokens=new_tokens, sampling={"ignore_eos": True}))
+            before, after = (r.route([answer.tokens])[0] for r in (router, next_router))
+            last = len(answer.rows) - new_tokens
+            assert answer.meta["cached_tokens"] == last, "the prompt was not cached"
+            assert different_ids(answer.rows[:last], before[:last]) == 0
+            assert different_ids(answer.rows[last:], after[last:]) == 0
+            assert different_ids(before[last:], after[last:]) > 0
+    finally:
+        call(client, "continue_generation")
+        call(client, "update_weights_from_disk", model_path=str(tiny_model))
+
+
+@both_schedules
 def test_a_prefill_that_is_retracted(
     server: Server, client: Client, router: TransformersRouter
 ) -> None:
