@@ -144,10 +144,12 @@ def test_retraction(client: Client, check) -> None:
 @pytest.mark.served("--chunked-prefill-size", str(CHUNK))
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 def test_rows_of_a_server_without_the_flag(client: Client, endpoint: str) -> None:
-    response = client.post(Ask("Rows, please.", endpoint))
-    assert response.status_code == 400
-    assert FLAG in response.text
-    assert client.ask(Ask("No rows, then.", endpoint, rows=False)).rows is None
+    for stream in (False, True):
+        response = client.post(Ask("Rows, please.", endpoint, options={"stream": stream}))
+        assert response.status_code == 400
+        assert FLAG in response.text
+    answer = client.ask(Ask("No rows, then.", endpoint, rows=False))
+    assert not [name for name in answer.meta if "routed_experts" in name]
 
 
 @pytest.mark.served("--chunked-prefill-size", str(CHUNK))

@@ -10,14 +10,16 @@ import requests
 
 from sglang.test.routed_experts.client import ENDPOINTS, Ask
 
-CHUNK = 64
+CHUNK, PAGE = 64, 16
 TEXT = "the quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs. " * 60
 
 
 @pytest.fixture(scope="module")
 def served(serve):
-    flags = ("--chunked-prefill-size", str(CHUNK), "--max-running-requests", "16")
-    with serve(*flags, "--enable-metrics", SGLANG_ROUTED_EXPERTS_SHM_MB="1") as running:
+    flags = ("--chunked-prefill-size", str(CHUNK), "--page-size", str(PAGE))
+    flags += ("--max-running-requests", "16", "--enable-metrics")
+    # Pages are handed out by a Triton kernel, which its interpreter runs on the CPU.
+    with serve(*flags, SGLANG_ROUTED_EXPERTS_SHM_MB="1", TRITON_INTERPRET="1") as running:
         yield running
 
 
@@ -62,7 +64,8 @@ SALT = iter(range(1000))
 
 @pytest.mark.parametrize("new_tokens", [0, 1, 2, 5])
 def test_every_prompt_length(client, reference, new_tokens):
-    lengths = [1, 2, 3, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1]
+    ends = (PAGE, 2 * PAGE, CHUNK, 2 * CHUNK, 3 * CHUNK)
+    lengths = [1, 2, 3, *(end + beside for end in ends for beside in (-1, 0, 1))]
     prompts = [client.tokenizer(fresh(length, next(SALT)))["input_ids"] for length in lengths]
     for _ in range(2):  # the second time with the whole earlier prompt in the prefix cache
         found = results(
@@ -74,6 +77,7 @@ def test_every_prompt_length(client, reference, new_tokens):
         for prompt, result in zip(prompts, found):
             assert len(result["output_ids"]) == new_tokens
             check(client, reference, prompt, result)
+    assert found[-1]["meta_info"]["cached_tokens"] >= 3 * CHUNK, "the whole earlier prompt"
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
@@ -131,6 +135,17 @@ def test_every_sample_has_its_own_rows(client, reference, n):
         check(client, reference, prompt, result)
 
 
+def test_every_streamed_sample_has_its_own_rows(client, reference):
+    prompt = fresh(30, next(SALT))
+    sampling = {"temperature": 1.5, "ignore_eos": True, "n": 3}
+    chunks = client.stream(Ask(prompt, new_tokens=9, sampling=sampling))
+    last = {chunk["index"]: chunk for chunk in chunks}
+    assert len(last) == 3
+    assert sum("routed_experts" in chunk["meta_info"] for chunk in chunks) == 3
+    for chunk in last.values():
+        check(client, reference, client.tokenizer(prompt)["input_ids"], chunk)
+
+
 def test_a_batch_in_which_each_has_its_own_settings(client, reference):
     prompts = [client.tokenizer(fresh(20 + i, next(SALT)))["input_ids"] for i in range(4)]
     found = results(
@@ -145,6 +160,39 @@ def test_a_batch_in_which_each_has_its_own_settings(client, reference):
     for i, dtype in ((0, "uint8"), (2, "int32"), (3, "uint8")):
         assert found[i]["meta_info"]["routed_experts_info"]["dtype"] == dtype
         check(client, reference, prompts[i], found[i])
+
+
+def test_a_batch_of_several_samples_in_which_some_ask(client, reference):
+    prompts = [client.tokenizer(fresh(25 + i, next(SALT)))["input_ids"] for i in range(2)]
+    found = results(
+        client,
+        input_ids=prompts,
+        sampling_params={"max_new_tokens": 5, "temperature": 1, "ignore_eos": True, "n": 2},
+        return_routed_experts=[False, True],
+        routed_experts_start_len=[0, 11],
+    )
+    asked = [result for result in found if "routed_experts" in result["meta_info"]]
+    assert len(found) == 4 and len(asked) == 2
+    for result in asked:
+        assert result["meta_info"]["prompt_tokens"] == len(prompts[1])
+        check(client, reference, prompts[1], result)
+
+
+@pytest.mark.parametrize("start", [0, 17, 39])
+def test_logprobs_from_a_start_and_rows_from_another(client, reference, start):
+    """Logprobs of the prompt make the prefix cache give up what lies behind their start."""
+    prompt = client.tokenizer(fresh(40, 997))["input_ids"]
+    result = results(
+        client,
+        input_ids=prompt,
+        sampling_params={"max_new_tokens": 4, "temperature": 0, "ignore_eos": True},
+        return_logprob=True,
+        logprob_start_len=start,
+        return_routed_experts=True,
+        routed_experts_start_len=20,
+    )
+    assert len(result["meta_info"]["input_token_logprobs"]) == len(prompt) - start
+    check(client, reference, prompt, result)
 
 
 def test_turns_join_to_one_conversation(client, reference):
@@ -205,20 +253,21 @@ def test_openai_choices_have_their_own_rows(client, reference, endpoint):
     body = client.post(ask).json()
     assert body["sglext"] == body["choices"][0]["sglext"]
     prompt = client.chat_prompt(ask.text) if "chat" in endpoint else ask.text
-    prompt = client.tokenizer(prompt)["input_ids"]
     for choice in body["choices"]:
-        rows = rows_of(client, choice["sglext"])
-        assert len(rows) >= len(prompt)
-        expected = reference._router.route([[*prompt, 0]])[0]
-        assert np.array_equal(np.sort(rows[: len(prompt)]), np.sort(expected))
+        text = choice["message"]["content"] if "chat" in endpoint else choice["text"]
+        tokens = client.tokenizer(prompt + text)["input_ids"]
+        reference.check(tokens, rows_of(client, choice["sglext"]))
     chunks = client.stream(ask)
     last = [chunk for chunk in chunks if chunk.get("sglext") or "sglext" in str(chunk["choices"])]
     assert last == chunks[-3:]
     assert [chunk["choices"][0]["index"] for chunk in last] == [0, 1, 2]
     assert last[0]["sglext"] == last[0]["choices"][0]["sglext"]
     assert not any(chunk.get("sglext") for chunk in last[1:])
-    for chunk in last:
-        assert len(rows_of(client, chunk["choices"][0]["sglext"])) >= len(prompt)
+    for i, chunk in enumerate(last):
+        choices = [c for x in chunks for c in x["choices"] if c["index"] == i]
+        texts = [(c["delta"]["content"] if "chat" in endpoint else c["text"]) for c in choices]
+        tokens = client.tokenizer(prompt + "".join(text or "" for text in texts))["input_ids"]
+        reference.check(tokens, rows_of(client, chunk["choices"][0]["sglext"]))
 
 
 def in_background(client, **body):
@@ -310,3 +359,6 @@ def test_metrics_count_rows_bytes_and_time(client):
     after = [metric(client, f"routed_experts_{name}") for name in names]
     size = len(answer.meta["routed_experts"])
     assert [b - a for a, b in zip(before, after)] == [len(answer.rows), size, 1]
+    row = client.layers * client.top_k  # bytes: the ids fit in one each
+    assert metric(client, "routed_experts_host_store_bytes") == (16384 + PAGE) * row
+    assert metric(client, "routed_experts_shared_memory_bytes") == 1 << 20

@@ -3,10 +3,12 @@
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import requests
+from safetensors.torch import load_file
 
 from sglang.test.routed_experts.client import ENDPOINTS, Ask
 
@@ -19,17 +21,24 @@ WRONG = [
     ("routed_experts_start_len", None),
     ("routed_experts_start_len", [1]),
     ("routed_experts_dtype", "int8"),
+    ("routed_experts_dtype", "uint8"),
     ("routed_experts_dtype", 32),
     ("return_routed_experts", "perhaps"),
 ]
 
 
 @pytest.fixture(scope="module")
-def client(serve):
-    """Two processes answer; rows travel in the message."""
-    flags = ("--tokenizer-worker-num", "2")
-    with serve(*flags, SGLANG_ROUTED_EXPERTS_TRANSPORT="message") as (_, client):
-        yield client
+def served(serve):
+    """Two processes answer; there is no shared memory, and no room for a second answer in flight."""
+    flags = ("--tokenizer-worker-num", "2", "--max-running-requests", "4", "--disable-radix-cache")
+    no_room = {"SGLANG_ROUTED_EXPERTS_SHM_MB": "0", "SGLANG_ROUTED_EXPERTS_IN_FLIGHT_MB": "0"}
+    with serve(*flags, **no_room) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    return served[1]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -75,15 +84,56 @@ def test_whoever_asked_gets_their_rows_from_whichever_process(client, reference)
             assert not any(name.startswith("routed_experts") for name in answer.meta)
 
 
-def test_a_server_without_the_flag_names_it(serve):
-    with serve(asked=False) as (_, client):
-        for endpoint in ENDPOINTS:
-            for stream in (False, True):
-                response = client.post(Ask("a", endpoint, options={"stream": stream}))
-                assert response.status_code == 400
-                assert "--enable-return-routed-experts" in response.text
-            answer = client.ask(Ask("a", endpoint, rows=False, new_tokens=2))
-            assert not any(name.startswith("routed_experts") for name in answer.meta)
+def test_streams_and_samples_from_whichever_process(client, reference):
+    for i in range(6):
+        text = "xyz"[i % 3] * (15 + i)
+        chunks = client.stream(Ask(text, new_tokens=7, sampling={"n": 1 + i % 2, "temperature": 1}))
+        last = {chunk["index"]: chunk for chunk in chunks}
+        assert sum("routed_experts" in chunk["meta_info"] for chunk in chunks) == len(last)
+        for chunk in last.values():
+            tokens = client.tokenizer(text)["input_ids"] + chunk["output_ids"]
+            reference.check(tokens, client.rows(chunk["meta_info"]["routed_experts"]))
+
+
+def test_aborts_reach_the_process_that_waits(client, reference):
+    """Four run, four wait, in both processes; all are aborted."""
+    asks = [
+        Ask(f"{i} is on its way", new_tokens=4000, sampling={"ignore_eos": True}) for i in range(8)
+    ]
+    with ThreadPoolExecutor(len(asks)) as pool:
+        answers = [pool.submit(client.post, ask) for ask in asks]
+        time.sleep(3)
+        body = {"abort_all": True}
+        requests.post(f"{client.url}/abort_request", json=body, timeout=60).raise_for_status()
+        answers = [answer.result().json() for answer in answers]
+    for ask, answer in zip(asks, answers):
+        assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+        ids = answer["output_ids"]
+        tokens = client.tokenizer(ask.text)["input_ids"] + ids if ids else []
+        reference.check(tokens, client.rows(answer["meta_info"]["routed_experts"]))
+    assert sum(not answer["output_ids"] for answer in answers) == 4
+
+
+def test_embeddings_in_place_of_tokens(client, reference, model):
+    """What a model is given may be no tokens at all; here it is what these tokens are to it."""
+    tokens = client.tokenizer("as it were, with other means")["input_ids"]
+    table = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+    body = {
+        "input_embeds": table[tokens].tolist(),
+        "sampling_params": {"max_new_tokens": 6, "temperature": 0},
+        "return_routed_experts": True,
+    }
+    for start in (0, 3):
+        body["routed_experts_start_len"] = start
+        answer = requests.post(f"{client.url}/generate", json=body, timeout=60).json()
+        rows = client.rows(answer["meta_info"]["routed_experts"])
+        reference.check(tokens + answer["output_ids"], rows, start)
+
+
+def test_no_room_in_shared_memory_is_said_once(served):
+    server, client = served
+    client.ask_all([Ask(f"{i}", new_tokens=2) for i in range(4)])
+    assert server.log.read_text().count("no room in shared memory, rows travel in the message") == 1
 
 
 @pytest.mark.parametrize("killed", ["sglang::scheduler", "sglang::detokenizer", "launch_server"])
