@@ -87,7 +87,11 @@ class Run:
         numbers = itertools.count()
         started = time.monotonic()
         timeout = aiohttp.ClientTimeout(total=300)
-        async with aiohttp.ClientSession(self._server.url, timeout=timeout) as session:
+        # A connection each: the server closes those that are idle, also as a request is on its way.
+        connections = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(
+            self._server.url, timeout=timeout, connector=connections
+        ) as session:
             while looks[-1]["requests"] < requests:
                 jobs: Iterator[int] = itertools.islice(numbers, every)
                 await asyncio.gather(*(self._worker(session, jobs) for _ in range(AT_ONCE)))
