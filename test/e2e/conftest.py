@@ -1,5 +1,6 @@
 """One server at a time, shared by all tests that want the same flags; tests are ordered by that."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,11 +17,14 @@ from sglang.test.routed_experts.tiny_moe import Shape, make_model
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "served(*flags): the test wants a server with these flags")
+    config.addinivalue_line(
+        "markers", "last: the test ends its server, so it comes behind the others"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Bring tests of one server together: starting one takes longer than most tests."""
-    items.sort(key=lambda item: _flags(item) or ())
+    items.sort(key=lambda item: (_flags(item) or (), item.get_closest_marker("last") is not None))
 
 
 def _flags(item: pytest.Item) -> tuple[str, ...] | None:
@@ -51,6 +55,7 @@ class _OneServer:
     def __init__(self, model: Path, logs: Path) -> None:
         self._model = model
         self._logs = logs
+        self.in_shm_before: set[str] = set()
         self.server: Server | None = None
 
     def get(self, flags: tuple[str, ...]) -> Server:
@@ -58,6 +63,7 @@ class _OneServer:
         if self.server and self.server.flags == flags and self.server.alive:
             return self.server
         self.stop()
+        self.in_shm_before = set(os.listdir("/dev/shm"))
         number = len(list(self._logs.iterdir()))
         self.server = Server(
             self._model, flags, log=self._logs / f"{number}.log", start_timeout=600
@@ -66,7 +72,7 @@ class _OneServer:
 
     def stop(self) -> None:
         if self.server:
-            self.server.stop()
+            self.server.stop(patience=0)  # test_lifecycle.py stops one gently
             self.server = None
 
 
@@ -79,12 +85,19 @@ def one_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture
 def server(request: pytest.FixtureRequest, one_server: _OneServer) -> Iterator[Server]:
-    """The server of the test's `served` mark. It must still be alive after the test."""
+    """The server of the test's `served` mark. It must still be alive after the test, unless that is marked `last`."""
     flags = _flags(request.node)
     assert flags is not None, "mark the test with @pytest.mark.served(flags)"
     running = one_server.get(flags)
     yield running
-    assert running.alive, "the server died during the test"
+    ends = request.node.get_closest_marker("last") is not None
+    assert running.alive != ends, "the server died during the test, or outlived its end"
+
+
+@pytest.fixture
+def in_shm_before(one_server: _OneServer) -> set[str]:
+    """Names in /dev/shm before the server started."""
+    return one_server.in_shm_before
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Nothing is left behind: not by a server that is stopped, nor by an interrupted demo."""
+"""Nothing is left behind: not by a server that is stopped or loses a process, nor by an interrupted demo."""
 
 import os
 import signal
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang.test.routed_experts.server import FLAG, Server, ServerFailed
+from sglang.test.routed_experts.client import Ask, Client
+from sglang.test.routed_experts.server import FLAG, NO_OVERLAP, Server, ServerFailed
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo" / "demo.py"
 # Python's semaphores, 32 bytes each: the base kills the process that would remove them.
@@ -81,6 +82,46 @@ def test_a_stopped_server_leaves_nothing(tiny_model: Path, tmp_path: Path) -> No
     with Server(tiny_model, (FLAG,), log=tmp_path / "log", start_timeout=600) as server:
         pids = set(server.pids())
         assert len(pids) >= 3
+        client = Client(server.url, tiny_model)
+        client.post(Ask("Three at once", new_tokens=3, sampling={"n": 3})).raise_for_status()
+    assert "Remaining number of requests 0." in server.log.read_text()
     assert wait_until_gone(pids, 5) == set()
     left = set(os.listdir("/dev/shm")) - before
     assert not {name for name in left if not name.startswith(SEMAPHORES)}
+
+
+def served(*flags: str) -> pytest.MarkDecorator:
+    return pytest.mark.served(FLAG, *flags)
+
+
+@pytest.mark.last
+@pytest.mark.parametrize(
+    "killed",
+    [
+        pytest.param("scheduler", marks=served("--chunked-prefill-size", "256")),
+        pytest.param("detokenizer", marks=served("--chunked-prefill-size", "256", NO_OVERLAP)),
+        pytest.param(
+            "launch_server",
+            marks=served("--max-total-tokens", "1200", "--schedule-conservativeness", "0.05"),
+        ),
+    ],
+)
+def test_kill_9_of_any_process_leaves_no_shared_memory(
+    server: Server, client: Client, in_shm_before: set[str], killed: str
+) -> None:
+    assert client.ask(Ask("x" * 50)).rows is not None
+    pids = server.pids()
+    holders = [pid for pid in pids if shares_rows(pid)]
+    assert len(holders) == 2, "the scheduler owns a segment, the answering process maps it"
+    os.kill(next(pid for pid in pids if killed in command(pid)), signal.SIGKILL)
+    assert wait_until_gone(set(pids), 60) == set(), "the others end by themselves"
+    left = set(os.listdir("/dev/shm")) - in_shm_before
+    assert not [name for name in left if "sglang" in name or "routed" in name]
+
+
+def command(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+
+def shares_rows(pid: int) -> bool:
+    return "memfd:sglang-routed-experts" in Path(f"/proc/{pid}/maps").read_text()

@@ -78,6 +78,7 @@ def serve(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable:
                     patch.setenv(name, value)
             with Server(model, flags, log=log, start_timeout=900) as server:
                 yield Ranks(server, Client(server.url, model))
+                server.stop(patience=0)
 
     return start
 

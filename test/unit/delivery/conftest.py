@@ -59,6 +59,7 @@ def serve(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable:
                 for name, value in environment.items():
                     patch.setenv(name, value)
                 running.enter_context(server)
+                running.callback(server.stop, patience=0)  # at once; nothing is in flight
             yield server, Client(server.url, model)
 
     return start

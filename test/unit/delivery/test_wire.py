@@ -1,7 +1,10 @@
 """The bytes that trainers decode, with decoders of our own and with what trainers do by hand."""
 
 import base64
+import os
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -79,3 +82,25 @@ def test_no_rows_says_why():
     meta = {"routed_experts_error": "3 of 5 rows were not captured", "routed_experts_info": {}}
     with pytest.raises(ValueError, match="3 of 5 rows"):
         wire.decode_routed_experts(meta)
+
+
+def test_importing_the_helper_needs_no_gpu_and_starts_nothing():
+    """As in a trainer's data loader, with none of this project's settings."""
+    code = """
+import os, threading, torch
+from sglang.srt.layers.moe.routed_experts_capturer import extract_routed_experts_from_meta_info
+print(extract_routed_experts_from_meta_info({"meta_info": {"routed_experts": "AQAAAA=="}}))
+assert not torch.cuda.is_initialized()
+assert threading.active_count() == 1, threading.enumerate()
+assert not open(f"/proc/self/task/{os.getpid()}/children").read()
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "SGLANG_USE_CPU_ENGINE"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env=environment | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[1]\n"
