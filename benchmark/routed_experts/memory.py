@@ -48,7 +48,7 @@ def main() -> None:
     arguments.add_argument("--requests", type=int, default=10_000)
     arguments.add_argument("--every", type=int, default=1_000, help="requests between two looks")
     arguments.add_argument(
-        "--results", type=Path, default=Path(__file__).parent / "results/memory.json"
+        "--results", type=Path, default=Path(__file__).parent / "results/cpu/memory.json"
     )
     given = arguments.parse_args()
     found: dict[str, Any] = {
@@ -65,6 +65,7 @@ def main() -> None:
             run = asyncio.run(Run(server, asked).go(given.requests, given.every))
         run["left_when_stopped"] = _left_when_stopped(server)
         found["runs"]["rows" if asked else "no rows"] = run
+        given.results.parent.mkdir(parents=True, exist_ok=True)
         given.results.write_text(json.dumps(found, indent=1) + "\n")
         print(json.dumps({k: v for k, v in run.items() if k != "looks"}), flush=True)
 
