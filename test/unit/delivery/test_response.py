@@ -163,3 +163,16 @@ def test_a_client_that_leaves_half_way_does_no_harm(url):
         with httpx.stream("GET", f"{url}/{path}") as response:
             next(response.iter_raw())
     assert httpx.get(f"{url}/whole").json() == with_text(answer(ROWS))
+
+
+def test_what_was_sent_is_let_go_by_whoever_still_holds_it():
+    async def run():
+        rows = WireRows(ROWS, "uint8", owner=object())
+        async for _ in send(json_parts({"rows": rows})):
+            assert rows.owner is not None
+            break
+        async for _ in send(json_parts({"rows": rows})):
+            pass
+        return rows.owner
+
+    assert asyncio.run(run()) is None

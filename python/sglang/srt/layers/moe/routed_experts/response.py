@@ -57,6 +57,7 @@ async def send(parts: Parts) -> AsyncIterator[bytes]:
         async for piece in _encoded(part):
             yield piece
             await asyncio.sleep(0)
+        part.owner = None  # sent; a stream of samples ends in a cycle that may hold it for long
 
 
 def json_response(content: Any) -> Response:
