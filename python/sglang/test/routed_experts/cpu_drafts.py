@@ -130,16 +130,8 @@ def _assign_slots(
         req_to_token[request, first:last] = part.to(req_to_token.dtype)
 
 
-def _slots_to_verify(
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    start_offset: torch.Tensor,
-    end_offset: torch.Tensor,
-    batch_size: int,
-    draft_token_num: int,
-    device: str,
-) -> torch.Tensor:
-    ranges = zip(req_pool_indices, start_offset, end_offset)
+def _slots_to_verify(req_to_token: torch.Tensor, **of: torch.Tensor) -> torch.Tensor:
+    ranges = zip(of["req_pool_indices"], of["start_offset"], of["end_offset"])
     return torch.cat([req_to_token[request, first:last] for request, first, last in ranges]).long()
 
 
