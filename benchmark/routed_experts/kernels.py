@@ -101,8 +101,7 @@ class Bench:
         """Collect what the first set of slots holds, and compare it with the buffer."""
         out = self._host_memory(tokens, self._shape.row_bytes)
         header = self._host_memory(16, 4).view(torch.int32).view(-1)
-        slots = self._locations[0][:tokens]
-        self._collect(slots, out, header)
+        self._collect(self._locations[0][:tokens].int(), out, header)
         if self._device == "cuda":
             torch.cuda.synchronize()
         want = self._buffer[:, :tokens].permute(1, 0, 2).reshape(tokens, -1)

@@ -68,14 +68,15 @@ def _eplb(algorithm: str) -> Setup:
 
 
 NO_PIECES = {"disable_piecewise_cuda_graph": True}  # starts sooner; the other engines have them
+BFLOAT16 = {"dtype": "bfloat16", "margin": 0.03}  # the only type of their weights, or states
 NOT_FUSED = "Shared experts fusion optimization is disabled"
 SETUPS = {
-    "gpt-oss": Setup(
-        "gpt-oss", {"moe_runner_backend": "triton"}, {"dtype": "bfloat16", "margin": 0.03}
-    ),
-    "qwen3-next": Setup("qwen3-next", {"max_mamba_cache_size": 64}),
+    "gpt-oss": Setup("gpt-oss", {"moe_runner_backend": "triton"}, BFLOAT16),
+    "qwen3-next": Setup("qwen3-next", {"max_mamba_cache_size": 64}, BFLOAT16),
     "qwen3-next-overlap": Setup(
-        "qwen3-next", {"max_mamba_cache_size": 64, "mamba_scheduler_strategy": "extra_buffer"}
+        "qwen3-next",
+        {"max_mamba_cache_size": 64, "mamba_scheduler_strategy": "extra_buffer"},
+        BFLOAT16,
     ),
     "deepseek-v3": Setup("deepseek-v3", logged={"Shared experts fusion optimization enabled": 1}),
     "eplb-dynamic": _eplb("dynamic"),
