@@ -23,7 +23,7 @@ _WANTED = {"no": "nobody asks", "int32": "all ask, int32", "auto": "all ask, aut
 
 
 def draw(data: Data, target: Path) -> None:
-    """Write the picture as PNG. A panel without figures says so."""
+    """Write the picture as PNG. A panel without figures stays empty."""
     style = {
         "font.size": 9,
         "text.color": _TEXT,
@@ -49,7 +49,7 @@ def draw(data: Data, target: Path) -> None:
         for ax, (panel, title) in zip(axes.flat, panels):
             ax.set_title(title, pad=10)
             if not panel(ax, data):
-                ax.text(0.5, 0.5, "not measured", ha="center", transform=ax.transAxes)
+                ax.clear()
                 ax.set_axis_off()
         figure.text(
             0.99,
