@@ -131,7 +131,13 @@ def _assign_slots(
 
 
 def _slots_to_verify(req_to_token: torch.Tensor, **of: torch.Tensor) -> torch.Tensor:
-    ranges = zip(of["req_pool_indices"], of["start_offset"], of["end_offset"])
+    return _slots(req_to_token, of["req_pool_indices"], of["start_offset"], of["end_offset"])
+
+
+def _slots(
+    req_to_token: torch.Tensor, requests: torch.Tensor, start: torch.Tensor, end: torch.Tensor
+) -> torch.Tensor:
+    ranges = zip(requests, start, end)
     return torch.cat([req_to_token[request, first:last] for request, first, last in ranges]).long()
 
 
@@ -145,7 +151,7 @@ def _slots_to_draft(
     steps: int,
 ) -> None:
     end = seq_lens + topk * steps
-    slots.copy_(_slots_to_verify(requests, req_to_token, seq_lens, end, len(end), 0, "cpu"))
+    slots.copy_(_slots(req_to_token, requests, seq_lens, end))
 
 
 def _last_accepted(
