@@ -84,7 +84,13 @@ class Rollout:
     def rows(self) -> np.ndarray:
         """The rows of the whole answer, once it has ended."""
         self._thread.join(120)
-        assert self.meta["completion_tokens"] == len(self.tokens)
+        # The base's last chunk of a request that is aborted in the queue has one token only, and takes the place of
+        # chunks that were not sent yet: their tokens are counted, but not told.
+        told = len(self.tokens)
+        queued = self.meta["finish_reason"].get("message") == "Abort in waiting queue"
+        assert self.meta["completion_tokens"] == told or (
+            queued and self.meta["completion_tokens"] > told
+        )
         rows = self._client.rows(self.meta["routed_experts"], "uint8")
         assert len(rows) == self.meta["prompt_tokens"] + self.meta["completion_tokens"] - 1
         assert self.meta["prompt_tokens"] == len(self.prompt)
@@ -122,13 +128,15 @@ def test_a_retracted_request_that_is_aborted_keeps_what_it_earned(
         for rollout in streamed:
             rollout.wait_for(60)
         call(client, "pause_generation", mode="retract")
-        call(client, "abort_request", abort_all=True)
-        for rollout in streamed:
-            rows = rollout.rows()
-            assert rollout.meta["finish_reason"]["message"] == "Abort in waiting queue"
-            assert different_ids(rows, rollout.expected(router)) == 0
-        body = unstreamed.result().json()
-    call(client, "continue_generation")
+        try:
+            call(client, "abort_request", abort_all=True)
+            for rollout in streamed:
+                rows, expected = rollout.rows(), rollout.expected(router)
+                assert rollout.meta["finish_reason"]["message"] == "Abort in waiting queue"
+                assert different_ids(rows[: len(expected)], expected) == 0
+            body = unstreamed.result().json()
+        finally:
+            call(client, "continue_generation")
     tokens, meta = client.tokenizer(whole.text)["input_ids"] + body["output_ids"], body["meta_info"]
     assert meta["finish_reason"]["message"] == "Abort in waiting queue"
     assert meta["completion_tokens"] >= 50 and meta["prompt_tokens"] == len(whole.text)
