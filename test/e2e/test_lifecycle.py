@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,12 @@ def wait_until_gone(pids: set[int], seconds: float = 30) -> set[int]:
 )
 def test_an_interrupted_demo_leaves_no_process(number: signal.Signals, status: int) -> None:
     demo = subprocess.Popen(
-        [sys.executable, str(DEMO)], stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, str(DEMO)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # Ctrl-C reaches nothing that a shell has put into the background, these tests perhaps.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
     try:
         for line in demo.stdout:
