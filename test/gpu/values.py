@@ -22,16 +22,12 @@ import numpy as np
 import requests
 import torch
 
+from sglang.test.routed_experts.server import GPU_FLAGS
 from sglang.test.routed_experts.tiny_moe import Shape, make_model
 
 HERE = Path(__file__).parent
 COMMON = [
-    "--dtype",
-    "float16",
-    "--attention-backend",
-    "triton",
-    "--sampling-backend",
-    "pytorch",
+    *GPU_FLAGS,
     "--grammar-backend",
     "none",
     "--skip-tokenizer-init",

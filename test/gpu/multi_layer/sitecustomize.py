@@ -5,8 +5,6 @@ Triton's, for graphs of as many tokens as that layer has: what a draft proposes 
 what the target makes of it is. Guards against synchronization as sync_guard does.
 """
 
-import importlib.abc
-import importlib.util
 import runpy
 import sys
 from pathlib import Path
@@ -32,26 +30,5 @@ def _give_drafts_triton(module) -> None:
     print("several draft layers: attention by Triton", flush=True)
 
 
-class _After(importlib.abc.MetaPathFinder):
-    """Does something to a module right after it was imported."""
-
-    def __init__(self, name, action) -> None:
-        self._name, self._action = name, action
-
-    def find_spec(self, name, path=None, target=None):
-        if name != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
-
-        def exec_and_act(module):
-            execute(module)
-            self._action(module)
-
-        spec.loader.exec_module = exec_and_act
-        return spec
-
-
-sys.meta_path.insert(0, _After(_DRAFTS, _give_drafts_triton))
-runpy.run_path(str(Path(__file__).parents[1] / "sync_guard" / "sitecustomize.py"))
+_guard = runpy.run_path(str(Path(__file__).parents[1] / "sync_guard" / "sitecustomize.py"))
+sys.meta_path.insert(0, _guard["After"](_DRAFTS, _give_drafts_triton))

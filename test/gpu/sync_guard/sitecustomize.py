@@ -9,7 +9,7 @@ import importlib.util
 import sys
 
 _MODULE = "sglang.srt.layers.moe.routed_experts_capturer"
-_ENTRY_POINTS = ("on_forward_end", "on_result", "collect", "keep_earned")
+_ENTRY_POINTS = ("on_forward_end", "on_result", "collect", "keep_earned", "keep_sampled")
 
 
 def _guard(function):
@@ -26,23 +26,32 @@ def _guard(function):
     return guarded
 
 
-class _Finder(importlib.abc.MetaPathFinder):
+class After(importlib.abc.MetaPathFinder):
+    """Does something to a module right after it was imported."""
+
+    def __init__(self, name, action) -> None:
+        self._name, self._action = name, action
+
     def find_spec(self, name, path=None, target=None):
-        if name != _MODULE:
+        if name != self._name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         execute = spec.loader.exec_module
 
-        def exec_and_guard(module):
+        def exec_and_act(module):
             execute(module)
-            for entry in _ENTRY_POINTS:
-                owner = module._TargetCapturer
-                setattr(owner, entry, _guard(getattr(owner, entry)))
-            print("routed experts: host synchronization raises", flush=True)
+            self._action(module)
 
-        spec.loader.exec_module = exec_and_guard
+        spec.loader.exec_module = exec_and_act
         return spec
 
 
-sys.meta_path.insert(0, _Finder())
+def _guard_entry_points(module) -> None:
+    for entry in _ENTRY_POINTS:
+        owner = module._TargetCapturer
+        setattr(owner, entry, _guard(getattr(owner, entry)))
+    print("routed experts: host synchronization raises", flush=True)
+
+
+sys.meta_path.insert(0, After(_MODULE, _guard_entry_points))

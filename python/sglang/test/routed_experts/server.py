@@ -24,7 +24,7 @@ _CPU_FLAGS = (
     *("--max-total-tokens", "32768"),  # without it the KV pool takes most of the host's memory
 )
 # sgl_kernel has no float32 kernels; the models of tiny_moe.py are exact in float16 too.
-_GPU_FLAGS = (
+GPU_FLAGS = (
     "--dtype",
     "float16",
     "--attention-backend",
@@ -124,7 +124,7 @@ class Server:
         command = [sys.executable, "-c", _LAUNCHER, "-m", "sglang.launch_server"]
         command += ["--model-path", str(self.model)]
         command += ["--host", "127.0.0.1", "--port", str(port), *_FLAGS]
-        command += [*(_GPU_FLAGS if self._gpu else _CPU_FLAGS), *self.flags]
+        command += [*(GPU_FLAGS if self._gpu else _CPU_FLAGS), *self.flags]
         environment = os.environ | {"TMPDIR": self._folder, "HF_HUB_OFFLINE": "1"}
         # Every process of the server imports the same hundred thousand lines: compile them once.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -21,7 +21,6 @@ from sglang.srt.layers.moe.routed_experts.descriptor import (
     BAD_WORD,
     HEADER_WORDS,
     NOT_CAPTURED,
-    READY_WORD,
     RowsDescriptor,
 )
 from sglang.srt.layers.moe.routed_experts.policy import RowShape
@@ -74,6 +73,7 @@ class RowCollector:
         self._collected = new_event(device)
         self._one = torch.ones(1, dtype=torch.int32, device=device)
         self._filed: Event | None = None
+        self._being_read: list[tuple[Event, tuple[EarnedRows | None, ...]]] = []
         self._warned = False
         with self._stream:  # compile now, not when the first request finishes
             slots = torch.zeros(1, dtype=torch.int32, device=device)
@@ -142,26 +142,56 @@ class RowCollector:
         block = self._new_block((end - start) * row_bytes)
         rows = block.rows.view(-1, row_bytes)
         earned: EarnedRows | None = getattr(req, "routed_experts_earned", None)
-        kept = min(max(earned.start + earned.count - start, 0), end - start) if earned else 0
-        slots = pool.req_to_token[req.req_pool_idx, start + kept : end].clone()
+        sampled: EarnedRows | None = getattr(req, "routed_experts_sampled", None)
+        first = min(max(earned.start + earned.count, start), end) if earned is not None else start
+        slots = pool.req_to_token[req.req_pool_idx, first:end].clone()
         self._slots_ready.record()
         self._stream.wait(self._slots_ready)
         if self._filed is not None:
             self._stream.wait(self._filed)
         with self._stream:
-            if kept:
-                if not int(earned.block.header[READY_WORD]):
-                    self._collected.synchronize()
-                first = start - earned.start
-                rows[:kept].copy_(earned.block.rows.view(-1, row_bytes)[first : first + kept])
-                block.header[BAD_WORD] = earned.block.header[BAD_WORD]
-            self._launch(slots, rows[kept:], block)
-            self._put_sampled(req, start, start + kept, rows, block)
+            self._launch(slots, rows[first - start :], block)
+            for kept, since in ((earned, start), (sampled, first)):
+                if kept is not None:
+                    self._put(kept, since, start, rows, block)
             kernels.mark_ready(block.header, self._one)
         self._stream.uses(slots)
         self._stream.record(self._collected)
         self._filer.wait_for_collect(self._collected)
+        self._keep_until_read(earned, sampled)
         return block
+
+    def _put(
+        self,
+        kept: EarnedRows,
+        since: int,
+        start: int,
+        rows: torch.Tensor,
+        block: RowsBlock | PrivateBlock,
+    ) -> None:
+        """Lay what a request keeps, from position `since` on, over `rows`, whose first is position `start`.
+
+        In stream order, like all of collect.
+        """
+        first, end = max(since, kept.start), min(start + len(rows), kept.start + kept.count)
+        if end <= first:
+            return
+        store = kernels.as_units(kept.block.rows.view(kept.count, -1))
+        bad = kept.block.header[BAD_WORD : BAD_WORD + 1].to(self._device, non_blocking=True)
+        status = (kernels.FILED + bad).to(torch.uint8).repeat(kept.count)
+        slots = torch.arange(
+            first - kept.start, end - kept.start, dtype=torch.int32, device=self._device
+        )
+        out = kernels.as_units(rows[first - start : end - start])
+        kernels.collect(store, status, slots, out, block.header)
+
+    def _keep_until_read(self, *kept: EarnedRows | None) -> None:
+        """The request may let go of what it keeps before the collect stream has read it."""
+        self._being_read = [(read, held) for read, held in self._being_read if not read.query()]
+        if any(kept):
+            read = new_event(self._device)
+            self._stream.record(read)
+            self._being_read.append((read, kept))
 
     def _answer(
         self, req: Req, completion: int, block: RowsBlock | PrivateBlock | None
@@ -188,31 +218,6 @@ class RowCollector:
     ) -> None:
         store = self._filer.store
         kernels.collect(store.units, store.status, slots, kernels.as_units(rows), block.header)
-
-    def _put_sampled(
-        self,
-        req: Req,
-        start: int,
-        first: int,
-        rows: torch.Tensor,
-        block: RowsBlock | PrivateBlock,
-    ) -> None:
-        """Over rows from position `first` on, those that the request keeps. In stream order, like all of collect."""
-        sampled: EarnedRows | None = getattr(req, "routed_experts_sampled", None)
-        if sampled is None:
-            return
-        first = max(first, sampled.start)
-        end = min(start + len(rows), sampled.start + sampled.count)
-        if end <= first:
-            return
-        store = sampled.block.rows.view(sampled.count, -1)
-        bad = sampled.block.header[BAD_WORD : BAD_WORD + 1].to(self._device, non_blocking=True)
-        status = (kernels.FILED + bad).to(torch.uint8).repeat(sampled.count)
-        slots = torch.arange(
-            first - sampled.start, end - sampled.start, dtype=torch.int32, device=self._device
-        )
-        out = kernels.as_units(rows[first - start : end - start])
-        kernels.collect(kernels.as_units(store), status, slots, out, block.header)
 
     def _new_block(self, num_bytes: int) -> RowsBlock | PrivateBlock:
         block = self._arena.allocate(num_bytes) if self._arena is not None else None

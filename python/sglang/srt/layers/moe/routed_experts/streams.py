@@ -16,6 +16,9 @@ class InOrderEvent:
     def synchronize(self) -> None:
         pass
 
+    def query(self) -> bool:
+        return True
+
 
 Event = torch.cuda.Event | InOrderEvent
 
