@@ -20,7 +20,7 @@ from sglang.test.routed_experts.compare import Tally
 from sglang.test.routed_experts.cpu_drafts import speculate_on_cpu
 from sglang.test.routed_experts.engines import Engines, generate
 from sglang.test.routed_experts.reference import TransformersRouter
-from sglang.test.routed_experts.tiny_moe import Shape, make_model
+from sglang.test.routed_experts.tiny_moe import Shape
 
 SHAPE = Shape(layers=7, experts=16, recall=0.25)  # EAGLE3 looks at three layers of seven or more
 CHAIN = {
@@ -52,14 +52,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("speculative")
-    return {
-        "qwen3": make_model(folder / "qwen3", SHAPE),
-        "echo": drafts.make_eagle(folder / "echo", SHAPE, echoes=True),
-        "random": drafts.make_eagle(folder / "random", SHAPE, echoes=False),
-        "eagle3": drafts.make_eagle3(folder / "eagle3", SHAPE),
-        "glm4": drafts.make_glm4_moe(folder / "glm4", SHAPE),
-    }
+    return drafts.make_models(tmp_path_factory.mktemp("speculative"), SHAPE)
 
 
 def batch(prompts: list[list[int]], sampling: list[dict[str, Any]]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ import requests
 from values import COMMON, Reference, start, wait
 
 from sglang.test.routed_experts import drafts
-from sglang.test.routed_experts.tiny_moe import Shape, byte_tokenizer, make_model
+from sglang.test.routed_experts.tiny_moe import Shape, byte_tokenizer
 
 SHAPE = Shape(recall=0.25)
 # With the tokenizer, for stop strings. A few graphs, so that batches are padded and start-up is short.
@@ -78,17 +78,6 @@ CASES = {
         eagle("mimo") + " --swa-full-tokens-ratio 1.0", model="mimo", guard="multi_layer"
     ),
 }
-
-
-def make_models(folder: Path) -> dict[str, Path]:
-    return {
-        "qwen3": make_model(folder / "qwen3", SHAPE),
-        "echo": drafts.make_eagle(folder / "echo", SHAPE, echoes=True),
-        "random": drafts.make_eagle(folder / "random", SHAPE, echoes=False),
-        "eagle3": drafts.make_eagle3(folder / "eagle3", SHAPE),
-        "glm4": drafts.make_glm4_moe(folder / "glm4", SHAPE),
-        "mimo": drafts.make_mimo_v2(folder / "mimo", SHAPE, drafts=3),
-    }
 
 
 @dataclass(frozen=True)
@@ -251,7 +240,9 @@ def main() -> int:
     parser.add_argument("--start-limit", type=float, default=240)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    models = make_models(args.out / "models")
+    folder = args.out / "models"
+    models = drafts.make_models(folder, SHAPE)
+    models["mimo"] = drafts.make_mimo_v2(folder / "mimo", SHAPE, drafts=3)
     names = [PLAIN, *(name for name in args.only if name != PLAIN)]
     ports = {name: 32100 + 50 * i for i, name in enumerate(names)}
     processes: dict[str, Popen] = {}

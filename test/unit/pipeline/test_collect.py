@@ -8,6 +8,7 @@ import torch
 
 from sglang.srt.layers.moe.routed_experts import kernels
 from sglang.srt.layers.moe.routed_experts.collector import RowCollector
+from sglang.srt.layers.moe.routed_experts.descriptor import GENERATION_WORD
 from sglang.srt.layers.moe.routed_experts.policy import RowShape
 from sglang.srt.layers.moe.routed_experts.reader import RoutedExpertsError, RowsReader
 from sglang.srt.layers.moe.routed_experts.store import RING_SLOTS, RowFiler
@@ -186,6 +187,27 @@ def test_a_kept_row_that_was_not_captured_is_an_error(rank: Rank) -> None:
     rank.pool.req_to_token[1, 3] = 8
     with pytest.raises(RoutedExpertsError):
         rank.read(req)
+
+
+def test_what_is_kept_is_held_until_it_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collect stream may be far behind: nobody else may get the memory that it is to read."""
+    arena = RowsArena(1 << 20, first_segment=1 << 20)
+    rank = Rank(arena)
+    behind = SimpleNamespace(record=lambda stream=None: None, query=lambda: False)
+    monkeypatch.setattr(
+        "sglang.srt.layers.moe.routed_experts.collector.new_event", lambda _: behind
+    )
+    rank.forward(1, 0, [5, 6, 7])
+    req = request(prompt=3, output=1)
+    rank.collector.keep_earned(req, rank.pool)
+    kept = req.routed_experts_earned.block.header[GENERATION_WORD].item()
+    rank.read(req)
+    rank.read(request(prompt=3, output=1))
+    assert kept in [lease.generation for lease in arena._leases]
+    behind.query = lambda: True
+    for _ in range(2):
+        rank.read(request(prompt=3, output=1))
+    assert kept not in [lease.generation for lease in arena._leases]
 
 
 def test_answers_do_not_depend_on_later_steps() -> None:

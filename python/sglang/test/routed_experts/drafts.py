@@ -24,6 +24,17 @@ _NEGLIGIBLE = 1e-6
 _SIGMOID_SHIFT = 8.0
 
 
+def make_models(folder: Path, shape: Shape) -> dict[str, Path]:
+    """In `folder`, by name: the targets "qwen3" and "glm4" (which also drafts), and drafts for them."""
+    return {
+        "qwen3": make_model(folder / "qwen3", shape),
+        "echo": make_eagle(folder / "echo", shape, echoes=True),
+        "random": make_eagle(folder / "random", shape, echoes=False),
+        "eagle3": make_eagle3(folder / "eagle3", shape),
+        "glm4": make_glm4_moe(folder / "glm4", shape),
+    }
+
+
 def make_eagle(folder: Path, shape: Shape, echoes: bool) -> Path:
     """An EAGLE draft, one dense Llama layer. `hidden` of the target comes in, and may be ignored."""
     draw, hidden = _normal(shape.seed + 1), shape.hidden
