@@ -136,7 +136,7 @@ def test_clients_that_leave(client: Client, check) -> None:
 def test_retraction(client: Client, check) -> None:
     """More text than KV slots: some requests lose theirs and are computed again."""
     asks = [Ask(f"{i} wants room", new_tokens=260, sampling={"ignore_eos": True}) for i in range(8)]
-    answers = client.ask_all(asks)
+    answers = client.ask_together(asks)
     assert any(a.meta["total_retractions"] for a in answers), "nothing was retracted"
     check(answers)
 

@@ -55,11 +55,8 @@ class Ranks:
     server: Server
     client: Client
 
-    def log(self) -> str:
-        return self.server.log.read_text(errors="replace")
-
     def lines(self, text: str) -> list[str]:
-        return [line for line in self.log().splitlines() if text in line]
+        return self.server.lines(text)
 
 
 @pytest.fixture(scope="module")

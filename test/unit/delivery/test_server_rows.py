@@ -296,12 +296,14 @@ def abort(client, rid):
     requests.post(f"{client.url}/abort_request", json={"rid": rid}, timeout=60)
 
 
-def test_aborts_in_decode_in_the_queue_and_in_prefill(client, reference):
+def test_aborts_in_decode_in_the_queue_and_in_prefill(server, client, reference):
     prompts = [client.tokenizer(fresh(30, next(SALT)))["input_ids"] for _ in range(16)]
+    full, behind = ("Decode batch", "#running-req: 16,"), ("Decode batch", "#queue-req: 1")
+    seen = len(server.lines(*full)), len(server.lines(*behind))
     running = [long_request(client, f"run{i}", prompt, 900) for i, prompt in enumerate(prompts)]
-    time.sleep(1.5)
+    server.wait_for_line(*full, seen=seen[0])
     queued = long_request(client, "queued", prompts[0], 10)
-    time.sleep(0.5)
+    server.wait_for_line(*behind, seen=seen[1])
     abort(client, "queued")
     meta = queued()["meta_info"]
     assert meta["finish_reason"]["type"] == "abort" and meta["routed_experts"] == ""
@@ -313,8 +315,9 @@ def test_aborts_in_decode_in_the_queue_and_in_prefill(client, reference):
         assert 0 < result["meta_info"]["completion_tokens"] < 900
         check(client, reference, prompt, result)
     prompt = client.tokenizer(fresh(4000, next(SALT)))["input_ids"]
+    prefills = len(server.lines("Prefill batch"))
     prefilling = long_request(client, "prefilling", prompt, 10)
-    time.sleep(0.3)
+    server.wait_for_line("Prefill batch", seen=prefills + 2)
     abort(client, "prefilling")
     result = prefilling()
     assert result["meta_info"]["finish_reason"]["type"] == "abort"

@@ -1,6 +1,5 @@
 """Refusals, several tokenizer workers, rows in messages."""
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -91,14 +90,17 @@ def test_streams_and_samples_from_whichever_process(client, reference):
             reference.check(tokens, client.rows(chunk["meta_info"]["routed_experts"]))
 
 
-def test_aborts_reach_the_process_that_waits(client, reference):
+def test_aborts_reach_the_process_that_waits(served, reference):
     """Four run, four wait, in both processes; all are aborted."""
+    server, client = served
+    full = ("Decode batch", "#running-req: 4,", "#queue-req: 4")
+    seen = len(server.lines(*full))
     asks = [
         Ask(f"{i} is on its way", new_tokens=4000, sampling={"ignore_eos": True}) for i in range(8)
     ]
     with ThreadPoolExecutor(len(asks)) as pool:
         answers = [pool.submit(client.post, ask) for ask in asks]
-        time.sleep(3)
+        server.wait_for_line(*full, seen=seen)
         body = {"abort_all": True}
         requests.post(f"{client.url}/abort_request", json=body, timeout=60).raise_for_status()
         answers = [answer.result().json() for answer in answers]

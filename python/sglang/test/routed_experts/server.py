@@ -109,6 +109,23 @@ class Server:
         """Ids of the processes of this server that still run, its children's included."""
         return _session(self._process.pid) if self._process else []
 
+    def lines(self, *parts: str) -> list[str]:
+        """Lines of its output that hold all of `parts`."""
+        text = self.log.read_text(errors="replace").splitlines()
+        return [line for line in text if all(part in line for part in parts)]
+
+    def wait_for_line(self, *parts: str, seen: int = 0, seconds: float = 120) -> None:
+        """Return once more than `seen` lines of its output hold all of `parts`.
+
+        Raises:
+            TimeoutError: with the end of its log.
+        """
+        deadline = time.monotonic() + seconds
+        while len(self.lines(*parts)) <= seen:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"nothing of {parts} after {seconds:.0f} s; {self._where()}")
+            time.sleep(0.02)
+
     def log_tail(self, lines: int = _LOG_LINES) -> str:
         """The end of what the server printed, without the noise of libraries."""
         if not self.log.exists():
