@@ -64,6 +64,11 @@ def request(prompt: int, output: int, start_len: int = 0, row: int = 1) -> Simpl
         routed_experts_start_len=start_len,
         routed_experts_dtype="int32",
         input_embeds=None,
+        fill_ids=[0] * prompt,
+        cache_protected_len=0,
+        return_logprob=False,
+        logprob_start_len=-1,
+        routed_experts_sampled=None,
     )
 
 
@@ -147,28 +152,39 @@ def test_retracted_twice_with_a_start(rank: Rank) -> None:
     assert np.array_equal(rank.read(req), np.concatenate(rows)[2:])
 
 
-@pytest.mark.parametrize("extended, kept", [(1, 1), (2, 2), (3, 0), (4, 0)])
-def test_what_the_first_token_was_sampled_with_stays(rank: Rank, extended: int, kept: int) -> None:
-    """With pages of 2: where no more than a page is computed once more, the cache may have had it all."""
-    cached = rank.forward(2, 0, [5, 6, 7, 8])
-    own = rank.forward(1, 4 - extended, [20, 21, 22, 23][:extended], run=1)
+@pytest.mark.parametrize("cached, kept", [(4, 1), (3, 0), (1, 0)])
+def test_what_the_first_token_was_sampled_with_stays(rank: Rank, cached: int, kept: int) -> None:
+    """All of the prompt was computed; the cache has had the first `cached` of its tokens before."""
+    before = rank.forward(2, 0, [5, 6, 7, 8])
+    own = rank.forward(1, 0, [20, 21, 22, 23], run=1)
     req = request(prompt=4, output=1)
-    req.extend_input_len, req.return_logprob = extended, False
-    rank.collector.keep_sampled(req, rank.pool, page_size=2)
-    rank.pool.req_to_token[1, :4] = torch.tensor([5, 6, 7, 8])  # what the cache has
-    rank.forward(3, 0, [20, 21, 22, 23], run=2)  # somebody else's now
+    rank.collector.keep_replaced(req, rank.pool, cached)
+    assert (req.routed_experts_sampled is not None) == bool(kept)
+    rank.pool.req_to_token[1, :cached] = torch.tensor([5, 6, 7, 8][:cached])
+    rank.forward(3, 0, [20, 21, 22, 23][:cached], run=2)  # somebody else's now
     later = rank.forward(1, 4, [30, 31], run=1)
     req.output_ids = req.output_ids_through_stop = [0] * 3
-    expected = np.concatenate([cached[: 4 - kept], own[extended - kept :], later])
+    expected = np.concatenate([before[: cached - kept], own[cached - kept :], later])
     assert np.array_equal(rank.read(req), expected)
+
+
+def test_slots_that_the_cache_gave_are_not_kept(rank: Rank) -> None:
+    """A prefix hit of three tokens, and of all four by now."""
+    rank.forward(2, 0, [5, 6, 7, 8])
+    rank.pool.req_to_token[1, :3] = torch.tensor([5, 6, 7])
+    rank.forward(1, 3, [23], run=1)
+    req = request(prompt=4, output=1)
+    req.cache_protected_len, req.return_logprob, req.logprob_start_len = 3, True, 0
+    rank.collector.keep_replaced(req, rank.pool, 4)
+    assert (req.routed_experts_sampled.start, req.routed_experts_sampled.count) == (3, 1)
 
 
 def test_all_that_logprobs_were_computed_with_stays_over_a_retraction(rank: Rank) -> None:
     rank.forward(2, 0, [5, 6, 7, 8])
     own = rank.forward(1, 0, [20, 21, 22, 23], run=1)
     req = request(prompt=4, output=1, start_len=1)
-    req.extend_input_len, req.return_logprob = 4, True
-    rank.collector.keep_sampled(req, rank.pool, page_size=1)
+    req.return_logprob, req.logprob_start_len = True, 0
+    rank.collector.keep_replaced(req, rank.pool, 4)
     rank.pool.req_to_token[1, :4] = torch.tensor([5, 6, 7, 8])
     later = rank.forward(1, 4, [30], run=1)
     req.output_ids = [0] * 2
@@ -182,8 +198,7 @@ def test_a_kept_row_that_was_not_captured_is_an_error(rank: Rank) -> None:
     rank.forward(2, 0, [5, 6, 7, 8])
     rank.pool.req_to_token[1, :4] = torch.tensor([5, 6, 7, 20])  # nothing was ever filed at 20
     req = request(prompt=4, output=1)
-    req.extend_input_len, req.return_logprob = 1, False
-    rank.collector.keep_sampled(req, rank.pool, page_size=1)
+    rank.collector.keep_replaced(req, rank.pool, 4)
     rank.pool.req_to_token[1, 3] = 8
     with pytest.raises(RoutedExpertsError):
         rank.read(req)

@@ -71,8 +71,11 @@ class RoutedExpertsCapturer:
     def collect(self, req: Req, pool: ReqToTokenPool) -> None:
         """`req` has finished; its KV slots are about to be released. Sets `req.routed_experts`."""
 
-    def keep_sampled(self, req: Req, pool: ReqToTokenPool) -> None:
-        """`req` got its first token; the prefix cache may put other KV slots in place of its own."""
+    def keep_replaced(self, req: Req, pool: ReqToTokenPool, end: int, chunked: bool) -> None:
+        """The prefix cache is about to put its KV slots in place of those of `req`, up to position `end`.
+
+        chunked: nothing was sampled yet.
+        """
 
     def keep_earned(self, req: Req, pool: ReqToTokenPool) -> None:
         """`req` is being retracted; its KV slots are about to be released."""
@@ -107,8 +110,6 @@ class _TargetCapturer(RoutedExpertsCapturer):
         self._rank = rank
         self._shape = policy.resolve_row_shape(model_runner.model_config.hf_text_config)
         self._waits_in_place = args.disable_overlap_schedule
-        self._has_prefix_cache = not args.disable_radix_cache
-        self._page_size = model_runner.page_size
         per_rank = policy.largest_forward_tokens(args, model_runner.model_config.context_len)
         self._buffer = capture.CaptureBuffer(
             self._shape,
@@ -242,9 +243,9 @@ class _TargetCapturer(RoutedExpertsCapturer):
         if self._collector is not None and req.return_routed_experts:
             req.routed_experts = self._collector.collect(req, pool)
 
-    def keep_sampled(self, req: Req, pool: ReqToTokenPool) -> None:
-        if self._collector is not None and req.return_routed_experts and self._has_prefix_cache:
-            self._collector.keep_sampled(req, pool, self._page_size)
+    def keep_replaced(self, req: Req, pool: ReqToTokenPool, end: int, chunked: bool) -> None:
+        if self._collector is not None and req.return_routed_experts and not chunked:
+            self._collector.keep_replaced(req, pool, end)
 
     def keep_earned(self, req: Req, pool: ReqToTokenPool) -> None:
         if self._collector is not None and req.return_routed_experts:

@@ -122,16 +122,20 @@ class RowCollector:
         block = self._gather(req, pool, start, end)
         req.routed_experts_earned = EarnedRows(block, start, end - start)
 
-    def keep_sampled(self, req: Req, pool: ReqToTokenPool, page_size: int) -> None:
-        """Keep the row that the first token was sampled with. Call before the prompt goes to the prefix cache.
+    def keep_replaced(self, req: Req, pool: ReqToTokenPool, end: int) -> None:
+        """Keep the row that a token was sampled with where the prefix cache puts KV slots of its own in its place.
 
-        Where the cache has the whole prompt, the request has computed the end of it once more, to sample from it. The
-        cache then puts its own slots in place of these: rows of an earlier forward, perhaps with other weights. With
-        logprobs of the prompt, all of it has been computed once more.
+        Call before it does. The cache has had the prompt up to position `end`; what the request has computed of that
+        once more, from `req.cache_protected_len` on, gets the slots of an earlier forward, perhaps of other weights. Of
+        the prompt's logprobs, the rows that they were computed with are kept too.
         """
-        start, end = _wanted(req, len(req.output_ids))
-        first = max(start, end - req.extend_input_len)
-        if end <= first or (req.extend_input_len > page_size and not req.return_logprob):
+        sampled_from = len(req.fill_ids) - 1
+        start = sampled_from
+        if req.return_logprob and req.logprob_start_len >= 0:
+            start = min(start, req.logprob_start_len)
+        first = max(start, req.cache_protected_len, req.routed_experts_start_len)
+        end = min(end, sampled_from + 1)
+        if end <= first:
             return
         req.routed_experts_sampled = None
         block = self._gather(req, pool, first, end)
