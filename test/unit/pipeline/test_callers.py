@@ -1,6 +1,8 @@
 """Every file of SGLang that calls the capturer finds what it calls, on platforms too that no test runs on."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,3 +44,12 @@ def test_names(path: Path) -> None:
 def test_there_are_callers() -> None:
     found = [name for path in callers() for _, name in names_used(ast.parse(path.read_text()))]
     assert {"capture_topk_ids", "on_forward_end", "collect"} <= set(found)
+
+
+def test_without_the_flag_no_kernel_is_read() -> None:
+    """Platforms may have a Triton that is too old for them."""
+    script = (
+        "import sys; import sglang.srt.managers.scheduler, sglang.srt.layers.moe.topk; "
+        "sys.exit('sglang.srt.layers.moe.routed_experts.programs' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sglang.srt.layers.moe.routed_experts import kernels
+from sglang.srt.layers.moe.routed_experts import kernels, programs
 from sglang.srt.layers.moe.routed_experts.policy import RowShape
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -41,7 +41,7 @@ def host_memory(*shape: int) -> torch.Tensor:
 
 
 def test_kernels_are_what_we_think() -> None:
-    interpreted = type(kernels.programs.pack_kernel).__name__ == "InterpretedFunction"
+    interpreted = type(programs.pack_kernel).__name__ == "InterpretedFunction"
     assert interpreted == (DEVICE == "cpu")
 
 

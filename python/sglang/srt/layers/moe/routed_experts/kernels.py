@@ -13,7 +13,6 @@ from __future__ import annotations
 import torch
 import triton
 
-from sglang.srt.layers.moe.routed_experts import programs
 from sglang.srt.layers.moe.routed_experts.descriptor import BAD_WORD, READY_WORD
 from sglang.srt.layers.moe.routed_experts.launch import Launcher
 
@@ -22,10 +21,10 @@ PACK_TILE = 4096  # ids a program of a prefill chunk packs
 COLLECT_TILE = 1024  # units a program gathers; more programs hide the latency of the bus
 MOST_SPREAD_TOKENS = 512  # up to here each token has a program of its own: a decode step
 
-_launch_pack = Launcher(programs.pack_kernel)
-_launch_file = Launcher(programs.file_kernel)
-_launch_pack_and_file = Launcher(programs.pack_and_file_kernel)
-_launch_collect = Launcher(programs.collect_kernel)
+_launch_pack = Launcher("pack_kernel")
+_launch_file = Launcher("file_kernel")
+_launch_pack_and_file = Launcher("pack_and_file_kernel")
+_launch_collect = Launcher("collect_kernel")
 
 
 def as_units(rows: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,12 @@
-"""Launching a Triton kernel in every step at a few microseconds of the scheduler's thread."""
+"""Launching a Triton kernel in every step at a few microseconds of the scheduler's thread.
+
+The programs are imported when one is launched, not before: servers without the flag import nothing that the Triton of
+their platform may be too old for (programs.py needs 3.2).
+"""
 
 from __future__ import annotations
 
+import importlib
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,11 +20,12 @@ class Launcher:
     caller keeps what else a variant depends on the same: types and alignments of the pointers.
 
     Args:
-        kernel: a `triton.jit` function whose constexprs come last and whose other integers are not specialized on.
+        name: of a `triton.jit` function in programs.py whose constexprs come last and whose other integers are not
+            specialized on.
     """
 
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._variants: dict[tuple, Any] = {}
 
     def __call__(
@@ -36,7 +42,9 @@ class Launcher:
             handle = None if stream is None else stream.cuda_stream
             compiled[(programs, 1, 1)](*arguments, *constants, stream=handle)
             return
+        programs_of_ours = importlib.import_module(f"{__package__}.programs")
+        kernel = getattr(programs_of_ours, self._name)
         with nullcontext() if stream is None else torch.cuda.stream(stream):
-            launched = self.kernel[(programs,)](*arguments, *constants, num_warps=num_warps)
+            launched = kernel[(programs,)](*arguments, *constants, num_warps=num_warps)
         if launched is not None:  # the interpreter compiles nothing
             self._variants[constants] = launched
