@@ -148,6 +148,25 @@ def test_blocks_of_a_reader_that_died_come_back_after_a_while():
         RowsReader().read(descriptor)
 
 
+def test_a_reader_that_comes_minutes_late_finds_nothing_whoever_has_the_memory_now():
+    """The range is cut in other pieces by then: where the old header lay, others have rows."""
+    now = [0.0]
+    arena = RowsArena(MB, first_segment=MB, clock=lambda: now[0])
+    taken = [filled(arena, shape=(300, 48, 8))[0] for _ in range(3)]
+    late = described(taken[1], shape=(300, 48, 8))
+    for block in taken[::2]:
+        RowsReader().release(described(block, shape=(300, 48, 8)))
+    now[0] = transport._LEASE_SECONDS + 1
+    reader = RowsReader()
+    assert reader.still_ours(late)
+    arena._reclaim(3)
+    assert not reader.still_ours(late)
+    block = arena.allocate(900_000)
+    block.rows.fill_(1)
+    reader.release(late)
+    assert bool((block.rows == 1).all()) and not reader.still_ours(late)
+
+
 def test_a_full_arena_does_not_look_at_every_block_for_each_request():
     now = [1.0]
     arena = RowsArena(MB, first_segment=MB, clock=lambda: now[0])

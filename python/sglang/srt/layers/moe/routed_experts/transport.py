@@ -104,7 +104,8 @@ class RowsArena:
         self._clock = clock
         self._segments: list[_Segment] = []
         self._leases: deque[_Lease] = deque()
-        self._generation = 0
+        # Where a block lay, rows of others may lie later: its number must be nothing that they look like.
+        self._generation = secrets.randbelow(0x7FFFFFFF)
         self._full_until = 0.0
         self._grow(0)
 
@@ -149,6 +150,7 @@ class RowsArena:
         for _ in range(min(checks, len(self._leases))):
             lease = self._leases.popleft()
             if lease.over():
+                lease.segment.end(lease.offset)
                 lease.segment.give(lease.offset, lease.num_bytes)
                 freed = True
             else:
@@ -233,6 +235,10 @@ class _Segment:
     def words(self, offset: int) -> list[int]:
         first = offset // _WORD_BYTES
         return self._words[first : first + 4].tolist()
+
+    def end(self, offset: int) -> None:
+        """Whoever still reads the block at `offset`, minutes late, must see that it is not theirs any more."""
+        self._words[offset // _WORD_BYTES + GENERATION_WORD] = 0
 
     def views(
         self, offset: int, num_bytes: int, generation: int
