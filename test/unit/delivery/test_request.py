@@ -45,6 +45,20 @@ def test_one_setting_counts_for_the_whole_batch():
     assert [wants(obj[i]) for i in range(2)] == [(True, 4, "int32")] * 2
 
 
+@pytest.mark.parametrize(
+    "embeds, is_single",
+    [
+        ([[0.5, 0.25], [0.125, 1.0]], True),
+        (np.array([[0.5, 0.25], [0.125, 1.0]]), True),
+        ([[[0.5, 0.25]], [[0.125, 1.0]]], False),
+    ],
+    ids=["list", "array", "batch"],
+)
+def test_embeddings_as_the_base_takes_them(embeds, is_single):
+    obj = normalized(input_embeds=embeds)
+    assert obj.is_single == is_single and not asks_for_rows(obj)
+
+
 def test_samples_of_a_prompt_share_its_settings():
     obj = normalized(
         text=["a", "b"],

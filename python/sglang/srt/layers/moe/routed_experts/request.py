@@ -92,11 +92,9 @@ def _num_prompts(obj: GenerateReqInput) -> int | None:
     if obj.input_ids is not None:
         return len(obj.input_ids) if _starts_with_list(obj.input_ids) else None
     if obj.input_embeds is not None:
-        return (
-            len(obj.input_embeds)
-            if _starts_with_list(obj.input_embeds[:1] and obj.input_embeds[0])
-            else None
-        )
+        embeds = obj.input_embeds
+        is_batch = isinstance(embeds, list) and len(embeds) > 0 and _starts_with_list(embeds[0])
+        return len(embeds) if is_batch else None
     return None
 
 
