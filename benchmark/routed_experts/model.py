@@ -36,43 +36,32 @@ class Model:
 
     def write(self, folder: Path) -> Path:
         """Write the config.json that `--load-format dummy` loads. Returns its folder."""
-        config = {
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "model_type": "qwen3_moe",
-            "torch_dtype": "bfloat16",
-            "vocab_size": self.vocabulary,
-            "max_position_embeddings": self.context,
-            "num_hidden_layers": self.layers,
-            "hidden_size": self.hidden,
-            "intermediate_size": 8 * self.moe_intermediate,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
+        experts = {
             "num_experts": self.experts,
             "num_experts_per_tok": self.top_k,
             "moe_intermediate_size": self.moe_intermediate,
             "norm_topk_prob": True,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
-            "hidden_act": "silu",
-            "rms_norm_eps": 1e-6,
             "rope_theta": 1_000_000.0,
             "attention_bias": False,
-            "tie_word_embeddings": False,
-            "bos_token_id": 0,
-            "eos_token_id": 1,
         }
-        return _write(folder, config)
+        return self._write(folder, "Qwen3MoeForCausalLM", "qwen3_moe", self.layers, experts)
 
     def write_draft(self, folder: Path) -> Path:
         """Write the config.json of an EAGLE draft for it: one dense layer of the same width."""
+        return self._write(folder, "LlamaForCausalLMEagle", "llama", 1, {})
+
+    def _write(
+        self, folder: Path, architecture: str, kind: str, layers: int, others: dict[str, Any]
+    ) -> Path:
         config = {
-            "architectures": ["LlamaForCausalLMEagle"],
-            "model_type": "llama",
+            "architectures": [architecture],
+            "model_type": kind,
             "torch_dtype": "bfloat16",
             "vocab_size": self.vocabulary,
             "max_position_embeddings": self.context,
-            "num_hidden_layers": 1,
+            "num_hidden_layers": layers,
             "hidden_size": self.hidden,
             "intermediate_size": 8 * self.moe_intermediate,
             "num_attention_heads": self.heads,
@@ -84,13 +73,9 @@ class Model:
             "bos_token_id": 0,
             "eos_token_id": 1,
         }
-        return _write(folder, config)
-
-
-def _write(folder: Path, config: dict[str, Any]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
-    return folder
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config | others, indent=1))
+        return folder
 
 
 def named(name: str, layers: int | None) -> Model:
