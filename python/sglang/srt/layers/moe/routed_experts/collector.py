@@ -135,9 +135,9 @@ class RowCollector:
             start = min(start, req.logprob_start_len)
         first = max(start, req.cache_protected_len, req.routed_experts_start_len)
         end = min(end, sampled_from + 1)
+        req.routed_experts_sampled = None
         if end <= first:
             return
-        req.routed_experts_sampled = None
         block = self._gather(req, pool, first, end)
         req.routed_experts_sampled = EarnedRows(block, first, end - first)
 
