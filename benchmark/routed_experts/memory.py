@@ -214,8 +214,8 @@ def _dev_shm() -> int:
 
 def _left_when_stopped(server: Server) -> str:
     """What the answering process says of requests that it still keeps, as it is stopped."""
-    lines = server.log.read_text(errors="replace").splitlines()
-    return next((x.partition("] ")[2] for x in reversed(lines) if "Gracefully exiting" in x), "")
+    lines = server.lines("Gracefully exiting")
+    return lines[-1].partition("] ")[2] if lines else ""
 
 
 if __name__ == "__main__":

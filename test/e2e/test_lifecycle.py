@@ -90,7 +90,7 @@ def test_a_stopped_server_leaves_nothing(tiny_model: Path, tmp_path: Path) -> No
         assert len(pids) >= 3
         client = Client(server.url, tiny_model)
         client.post(Ask("Three at once", new_tokens=3, sampling={"n": 3})).raise_for_status()
-    assert "Remaining number of requests 0." in server.log.read_text()
+    assert server.lines("Remaining number of requests 0.")
     assert wait_until_gone(pids, 5) == set()
     left = set(os.listdir("/dev/shm")) - before
     assert not {name for name in left if not name.startswith(SEMAPHORES)}

@@ -55,9 +55,6 @@ class Ranks:
     server: Server
     client: Client
 
-    def lines(self, text: str) -> list[str]:
-        return self.server.lines(text)
-
 
 @pytest.fixture(scope="module")
 def serve(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable:

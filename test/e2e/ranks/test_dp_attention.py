@@ -76,12 +76,12 @@ def test_more_requests_at_once_than_a_chunk_has_tokens(ranks: Ranks, check: Chec
     crowds = [[Ask(t, new_tokens=40, **to_rank(r)) for t in prompts[r::2]] for r in (0, 1)]
     with ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(ranks.client.ask_together, crowds))
-    batches = [line.split("#running-req: ")[1] for line in ranks.lines("Decode batch")]
+    batches = [line.split("#running-req: ")[1] for line in ranks.server.lines("Decode batch")]
     assert max(int(b.split(",")[0]) for b in batches) > CHUNK // 2
     check(answers[0] + answers[1])
 
 
 def test_both_ranks_answer_and_nothing_was_left_out(ranks: Ranks) -> None:
-    stores = ranks.lines("Routed experts host store allocated")
+    stores = ranks.server.lines("Routed experts host store allocated")
     assert sorted(line.split()[2] for line in stores) == ["DP0", "DP1"]
-    assert not ranks.lines("get an error")
+    assert not ranks.server.lines("get an error")

@@ -39,7 +39,7 @@ def test_either_rank(rank: int, ranks: Ranks, check: Check) -> None:
 
 def test_nothing_was_shared(ranks: Ranks) -> None:
     """After answers: no process holds a segment of rows."""
-    assert ranks.lines("200 OK")
+    assert ranks.server.lines("200 OK")
     assert not [name for pid in ranks.server.pids() for name in segments(pid)]
 
 

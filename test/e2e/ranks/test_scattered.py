@@ -51,10 +51,10 @@ def test_a_long_prefill_beside_decodes(ranks: Ranks, check: Check) -> None:
 
 def test_tokens_were_scattered(ranks: Ranks) -> None:
     """Or the tests above say nothing: shares need less room than the batch."""
-    assert ranks.lines("experts: dispatched over gloo")
-    assert not ranks.lines("get an error")
-    buffers = ranks.lines("Routed experts device buffers allocated")
+    assert ranks.server.lines("experts: dispatched over gloo")
+    assert not ranks.server.lines("get an error")
+    buffers = ranks.server.lines("Routed experts device buffers allocated")
     room = {int(line.split("#tokens: ")[1].split(",")[0]) for line in buffers}
-    answering = ranks.lines("Routed experts host store allocated")
+    answering = ranks.server.lines("Routed experts host store allocated")
     assert len(buffers) == 2 * len(answering), "every rank captures, the first of its group answers"
-    assert len(room) == 1 and ranks.lines("joined over 2 ranks")
+    assert len(room) == 1 and ranks.server.lines("joined over 2 ranks")

@@ -24,5 +24,5 @@ def test_endpoints(endpoint: str, ranks: Ranks, check: Check) -> None:
 
 def test_only_the_answering_rank_captures_and_stores(ranks: Ranks) -> None:
     for line in ("device buffers allocated", "host store allocated"):
-        found = ranks.lines(f"Routed experts {line}")
+        found = ranks.server.lines(f"Routed experts {line}")
         assert len(found) == 1 and " TP0" in found[0]

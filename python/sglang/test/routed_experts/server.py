@@ -110,8 +110,8 @@ class Server:
         return _session(self._process.pid) if self._process else []
 
     def lines(self, *parts: str) -> list[str]:
-        """Lines of its output that hold all of `parts`."""
-        text = self.log.read_text(errors="replace").splitlines()
+        """Lines of its output that hold all of `parts`; none before it has any output."""
+        text = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         return [line for line in text if all(part in line for part in parts)]
 
     def wait_for_line(self, *parts: str, seen: int = 0, seconds: float = 120) -> None:
@@ -128,11 +128,8 @@ class Server:
 
     def log_tail(self, lines: int = _LOG_LINES) -> str:
         """The end of what the server printed, without the noise of libraries."""
-        if not self.log.exists():
-            return ""
         noise = ("Warning", "warnings.warn", "[Gloo]", "server_args=")
-        text = self.log.read_text(errors="replace").splitlines()
-        return "\n".join([x[:400] for x in text if not any(n in x for n in noise)][-lines:])
+        return "\n".join([x[:400] for x in self.lines() if not any(n in x for n in noise)][-lines:])
 
     def _start(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="routed-experts-server-")

@@ -40,8 +40,8 @@ class EarnedRows:
     """Rows [start, start + count) that a request keeps, for its KV slots there are about to be other ones.
 
     They stay what they were when tokens were sampled with them: a prefix is recomputed later, or was computed earlier,
-    perhaps with other weights. Written once by the collect kernel; read when the request is retracted or finishes.
-    Freed with the request.
+    perhaps with other weights. Written once by the collect kernel; read by it when the request is retracted or finishes.
+    Freed behind that reading, or with the request.
     """
 
     block: RowsBlock | PrivateBlock
@@ -93,9 +93,8 @@ class RowCollector:
         completion = len(req.output_ids_through_stop)
         start, end = _wanted(req, completion)
         block = self._gather(req, pool, start, end) if end > start else None
-        req.routed_experts_earned = req.routed_experts_sampled = (
-            None  # a session keeps its requests
-        )
+        # A session keeps its requests.
+        req.routed_experts_earned = req.routed_experts_sampled = None
         return self._answer(req, completion, block)
 
     def earned(self, req: Req) -> RowsDescriptor | None:
@@ -141,7 +140,9 @@ class RowCollector:
         block = self._gather(req, pool, first, end)
         req.routed_experts_sampled = EarnedRows(block, first, end - first)
 
-    def _gather(self, req: Req, pool: ReqToTokenPool, start: int, end: int):
+    def _gather(
+        self, req: Req, pool: ReqToTokenPool, start: int, end: int
+    ) -> RowsBlock | PrivateBlock:
         row_bytes = self._shape.row_bytes
         block = self._new_block((end - start) * row_bytes)
         rows = block.rows.view(-1, row_bytes)

@@ -42,8 +42,7 @@ class Launcher:
             handle = None if stream is None else stream.cuda_stream
             compiled[(programs, 1, 1)](*arguments, *constants, stream=handle)
             return
-        programs_of_ours = importlib.import_module(f"{__package__}.programs")
-        kernel = getattr(programs_of_ours, self._name)
+        kernel = getattr(importlib.import_module(f"{__package__}.programs"), self._name)
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             launched = kernel[(programs,)](*arguments, *constants, num_warps=num_warps)
         if launched is not None:  # the interpreter compiles nothing

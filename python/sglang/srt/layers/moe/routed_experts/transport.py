@@ -150,7 +150,6 @@ class RowsArena:
         for _ in range(min(checks, len(self._leases))):
             lease = self._leases.popleft()
             if lease.over():
-                lease.segment.end(lease.offset)
                 lease.segment.give(lease.offset, lease.num_bytes)
                 freed = True
             else:
@@ -236,10 +235,6 @@ class _Segment:
         first = offset // _WORD_BYTES
         return self._words[first : first + 4].tolist()
 
-    def end(self, offset: int) -> None:
-        """Whoever still reads the block at `offset`, minutes late, must see that it is not theirs any more."""
-        self._words[offset // _WORD_BYTES + GENERATION_WORD] = 0
-
     def views(
         self, offset: int, num_bytes: int, generation: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -260,7 +255,11 @@ class _Segment:
         return None
 
     def give(self, offset: int, num_bytes: int) -> None:
-        """Add a range to the free ones, joined with its neighbours."""
+        """Add a block's range to the free ones, joined with its neighbours.
+
+        Whoever still reads the block, minutes late, sees by its header that it is not theirs any more.
+        """
+        self._words[offset // _WORD_BYTES + GENERATION_WORD] = 0
         i = next((i for i, (other, _) in enumerate(self._free) if other > offset), len(self._free))
         if i < len(self._free) and offset + num_bytes == self._free[i][0]:
             num_bytes += self._free.pop(i)[1]
