@@ -25,7 +25,12 @@ from sglang.srt.layers.moe.routed_experts.descriptor import (
 )
 from sglang.srt.layers.moe.routed_experts.policy import RowShape
 from sglang.srt.layers.moe.routed_experts.store import RowFiler
-from sglang.srt.layers.moe.routed_experts.streams import Event, SideStream, new_event
+from sglang.srt.layers.moe.routed_experts.streams import (
+    Event,
+    SideStream,
+    new_event,
+    record_in_current,
+)
 from sglang.srt.layers.moe.routed_experts.transport import RowsArena, RowsBlock
 
 if TYPE_CHECKING:
@@ -150,7 +155,7 @@ class RowCollector:
         sampled: EarnedRows | None = getattr(req, "routed_experts_sampled", None)
         first = min(max(earned.start + earned.count, start), end) if earned is not None else start
         slots = pool.req_to_token[req.req_pool_idx, first:end].clone()
-        self._slots_ready.record()
+        record_in_current(self._slots_ready)
         self._stream.wait(self._slots_ready)
         if self._filed is not None:
             self._stream.wait(self._filed)

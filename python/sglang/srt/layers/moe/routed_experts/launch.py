@@ -12,12 +12,15 @@ from typing import Any
 
 import torch
 
+from sglang.srt.layers.moe.routed_experts.streams import current_handle
+
 
 class Launcher:
     """Calls one kernel's compiled variants, past the JIT's dispatch.
 
     On each call the JIT inspects every argument to find the variant to run. Here the constexprs alone name it, so the
-    caller keeps what else a variant depends on the same: types and alignments of the pointers.
+    caller keeps what else a variant depends on the same: types and alignments of the pointers. What a compiled kernel
+    then does in Python (hooks of Triton's own profiler) is left out too: 8 us instead of 13 (one H200, Triton 3.6).
 
     Args:
         name: of a `triton.jit` function in programs.py whose constexprs come last and whose other integers are not
@@ -39,11 +42,12 @@ class Launcher:
         """Launch on `stream`, or on the current one. The first call of a variant compiles it."""
         compiled = self._variants.get(constants)
         if compiled is not None:
-            handle = None if stream is None else stream.cuda_stream
-            compiled[(programs, 1, 1)](*arguments, *constants, stream=handle)
+            run, *function = compiled
+            handle = current_handle() if stream is None else stream.cuda_stream
+            run(programs, 1, 1, handle, *function, None, None, None, *arguments, *constants)
             return
         kernel = getattr(importlib.import_module(f"{__package__}.programs"), self._name)
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             launched = kernel[(programs,)](*arguments, *constants, num_warps=num_warps)
         if launched is not None:  # the interpreter compiles nothing
-            self._variants[constants] = launched
+            self._variants[constants] = launched.run, launched.function, launched.packed_metadata

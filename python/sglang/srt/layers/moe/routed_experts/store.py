@@ -35,6 +35,7 @@ from sglang.srt.layers.moe.routed_experts.streams import (
     SideStream,
     current_stream_waits,
     new_event,
+    record_in_current,
 )
 
 logger = logging.getLogger(__name__)
@@ -161,19 +162,21 @@ class RowFiler:
         Args:
             buffer: int32 [layers, capacity, width], the capture buffer.
             first_row: this rank's first token in it.
-            cache_loc: int64 [n], the step's KV slots; n <= capacity.
+            cache_loc: int64 [n] as a rule, the step's KV slots; n <= capacity.
 
         Returns:
             The event that marks the rows as filed; it is reused RING_SLOTS steps later. None if they were filed on the
             current stream, where any later event of the step covers them.
         """
+        if cache_loc.dtype != torch.int64:
+            cache_loc = cache_loc.long()
         if self._device == "cuda" and cache_loc.shape[0] <= kernels.MOST_SPREAD_TOKENS:
             return self._file_at_once(buffer, first_row, cache_loc)
         slot = self._next_slot()
         kernels.pack(
             buffer,
             first_row,
-            cache_loc.long(),
+            cache_loc,
             slot.rows,
             slot.slots,
             slot.status,
@@ -192,7 +195,7 @@ class RowFiler:
         kernels.launch_pack_and_file(
             buffer,
             first_row,
-            cache_loc.long(),
+            cache_loc,
             self.store.ids,
             self.store.status,
             self._shape.top_k,
@@ -200,7 +203,7 @@ class RowFiler:
         )
         if not self._waits_in_place:
             return None
-        self._filed_at_once.record()
+        record_in_current(self._filed_at_once)
         self.last_filed = self._filed_at_once
         return self._filed_at_once
 
@@ -233,7 +236,7 @@ class RowFiler:
         return slot
 
     def _file(self, slot: RingSlot, num_tokens: int) -> Event:
-        slot.packed.record()
+        record_in_current(slot.packed)
         self._stream.wait(slot.packed)
         if self._last_collect is not None:
             self._stream.wait(self._last_collect)
