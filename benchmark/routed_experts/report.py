@@ -82,6 +82,12 @@ def _ratios(data: Data, field: str, what: str) -> str:
         for asked in ASKED:
             name = f"{ENGINES[engine]}, {ASKED[asked]}"
             lines.append([name, *(_ratio(data, rows, engine, asked, b, field) for b in batches)])
+    lines.append(
+        [
+            "ours over 0.5.10.post1, both without the flag",
+            *(_off_ratio(data, b, field) for b in batches),
+        ]
+    )
     for asked in ("no", "int32"):
         name = f"ours over 0.5.11, {ASKED[asked]}"
         peer = {"engine": "peer", "flag": True, "asked": asked}
@@ -98,12 +104,26 @@ def _ratio(
     field: str,
     reference: Data | None = None,
 ) -> str:
-    ratios = [
-        ratio
-        for row in rows
-        if (row["engine"], row["asked"], row["batch"]) == (engine, asked, batch)
-        for ratio in paired_ratios(data, row, reference or OFF[engine], field)
+    return _spread(
+        [
+            ratio
+            for row in rows
+            if (row["engine"], row["asked"], row["batch"]) == (engine, asked, batch)
+            for ratio in paired_ratios(data, row, reference or OFF[engine], field)
+        ]
+    )
+
+
+def _off_ratio(data: Data, batch: int, field: str) -> str:
+    """Our tree against its base, neither started with the flag."""
+    rows = [
+        r for r in data["rows"] if (r["engine"], r["flag"], r["batch"]) == ("ours", False, batch)
     ]
+    base = {"engine": "base", "flag": False}
+    return _spread([ratio for row in rows for ratio in paired_ratios(data, row, base, field)])
+
+
+def _spread(ratios: Sequence[float]) -> str:
     if not ratios:
         return ""
     return f"{middle(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"

@@ -10,10 +10,15 @@ from servers import Engine
 
 OURS_OFF, OURS_ON = Engine("ours", False), Engine("ours", True)
 PEER_OFF, PEER_ON = Engine("peer", False), Engine("peer", True)
-BASE_ON = Engine("base", True)
+BASE_OFF, BASE_ON = Engine("base", False), Engine("base", True)
 # By default the Triton back end cuts a sequence into 8 parts. One of 32,000 tokens beside 32 short
 # ones then doubles the time of a decode step, rows or not, which would hide what its end costs.
-STALL_ARGUMENTS = ("--triton-attention-num-kv-splits=64",)
+# Memory for the parts grows with the largest graph.
+STALL_ARGUMENTS = (
+    "--triton-attention-num-kv-splits=256",
+    "--max-running-requests=64",
+    *("--cuda-graph-bs", "1", "32", "33"),
+)
 OURS_STALL, PEER_STALL = (Engine(name, True, STALL_ARGUMENTS) for name in ("ours", "peer"))
 # A chain of three drafts by a draft model with random weights. What it proposes is never right, so
 # the base is told to accept two drafts in every step: the same work and the same accept length with
@@ -96,6 +101,7 @@ SESSIONS = {
     ),
     "peer": Session({PEER_OFF: ["no"], PEER_ON: ["no", "int32"]}),
     "base": Session({OURS_OFF: ["no"], BASE_ON: ["no", "int32"]}),
+    "off": Session({BASE_OFF: ["no"], OURS_OFF: ["no"]}),
     # As the releases' own table has it: nobody asks. Four servers share the GPUs: four GPUs at
     # least.
     "published": Session({engine: ["no"] for engine in (OURS_OFF, BASE_ON, PEER_ON, OURS_ON)}),
