@@ -16,6 +16,9 @@ from types import TracebackType
 
 import requests
 
+from sglang.test.routed_experts import orphans
+from sglang.test.routed_experts.orphans import of_session
+
 FLAG = "--enable-return-routed-experts"
 NO_OVERLAP = "--disable-overlap-schedule"
 
@@ -40,7 +43,8 @@ _LOG_LINES = 40
 # Becomes the server, and is killed when the process that started it ends: prctl(PR_SET_PDEATHSIG).
 _LAUNCHER = (
     "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL); "
-    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    "os.spawnl(os.P_NOWAIT, sys.executable, sys.executable, '-S', '-E', sys.argv[1]); "
+    "os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"
 )
 
 
@@ -107,7 +111,7 @@ class Server:
 
     def pids(self) -> list[int]:
         """Ids of the processes of this server that still run, its children's included."""
-        return _session(self._process.pid) if self._process else []
+        return of_session(self._process.pid) if self._process else []
 
     def lines(self, *parts: str) -> list[str]:
         """Lines of its output that hold all of `parts`; none before it has any output."""
@@ -135,7 +139,8 @@ class Server:
         self._folder = tempfile.mkdtemp(prefix="routed-experts-server-")
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-c", _LAUNCHER, "-m", "sglang.launch_server"]
+        command = [sys.executable, "-c", _LAUNCHER, orphans.__file__]
+        command += ["-m", "sglang.launch_server"]
         command += ["--model-path", str(self.model)]
         command += ["--host", "127.0.0.1", "--port", str(port), *_FLAGS]
         command += [*(GPU_FLAGS if self._gpu else _CPU_FLAGS), *self.flags]
@@ -182,10 +187,10 @@ class Server:
         with _uninterrupted():
             self._process.terminate()
             deadline = time.monotonic() + patience
-            while _session(self._process.pid) and time.monotonic() < deadline:
+            while of_session(self._process.pid) and time.monotonic() < deadline:
                 self._process.poll()  # a dead child stays in the process table until it is asked
                 time.sleep(0.1)
-            while left := _session(self._process.pid):
+            while left := of_session(self._process.pid):
                 for pid in left:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
@@ -200,20 +205,6 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def _session(leader: int) -> list[int]:
-    """Ids of the processes in the session that `leader` leads, zombies aside."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        with contextlib.suppress(OSError, IndexError):
-            # "pid (name) state parent group session ...", and the name may hold anything
-            state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-            if int(session) == leader and state not in "ZX":
-                found.append(int(entry.name))
-    return found
 
 
 @contextlib.contextmanager
