@@ -171,12 +171,12 @@ def test_new_weights_in_the_middle_change_later_rows_only(
             assert different_ids(rows[:old], before[:old]) == 0
             assert different_ids(rows[old:], after[old:]) == 0
             assert rollout.meta["total_retractions"] == (mode == "retract")
-        call(client, "flush_cache")
+        call(client, "flush_cache?timeout=60")
         fresh = client.ask(Ask("Of the new weights alone", new_tokens=10))
         assert different_ids(fresh.rows, next_router.route([fresh.tokens])[0]) == 0
     finally:
         call(client, "continue_generation")
-        call(client, "update_weights_from_disk", model_path=str(tiny_model))
+        client.load(tiny_model)
 
 
 @both_schedules
@@ -204,7 +204,7 @@ def test_the_first_token_of_a_prompt_that_was_cached_under_other_weights(
             assert different_ids(before[last:], after[last:]) > 0
     finally:
         call(client, "continue_generation")
-        call(client, "update_weights_from_disk", model_path=str(tiny_model))
+        client.load(tiny_model)
 
 
 @both_schedules

@@ -5,13 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import requests
 import torch
 from transformers import AutoConfig, Qwen3MoeForCausalLM
 
 from sglang.test.routed_experts.client import Client
 from sglang.test.routed_experts.families import Family, make_family
-from sglang.test.routed_experts.server import FLAG, Server
+from sglang.test.routed_experts.server import FLAG
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "rollout_worker"
 OF_THE_CONFIG = (
@@ -24,19 +23,14 @@ served = pytest.mark.served(FLAG, "--chunked-prefill-size", "256")
 
 
 @pytest.fixture
-def ordinary(server: Server, tiny_model: Path, tmp_path: Path) -> Iterator[Path]:
+def ordinary(client: Client, tiny_model: Path, tmp_path: Path) -> Iterator[Path]:
     """The server runs a model whose experts matter to its output: ordinary random weights."""
     config = AutoConfig.from_pretrained(tiny_model)
     options = {name: getattr(config, name) for name in OF_THE_CONFIG}
     make_family(tmp_path / "ordinary", Family("Qwen3MoeConfig", options))
-    load(server.url, tmp_path / "ordinary")
+    client.load(tmp_path / "ordinary")
     yield tmp_path / "ordinary"
-    load(server.url, tiny_model)
-
-
-def load(url: str, model: Path) -> None:
-    body = {"model_path": str(model), "flush_cache": True}
-    requests.post(f"{url}/update_weights_from_disk", json=body, timeout=60).raise_for_status()
+    client.load(tiny_model)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -40,6 +41,7 @@ _FLAGS = (
     *("--max-running-requests", "64", "--sleep-on-idle", "--skip-server-warmup"),
 )
 _LOG_LINES = 40
+_PORTS = 250
 # Becomes the server, and is killed when the process that started it ends: prctl(PR_SET_PDEATHSIG).
 _LAUNCHER = (
     "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL); "
@@ -137,7 +139,8 @@ class Server:
 
     def _start(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="routed-experts-server-")
-        port = _free_port()
+        self._ports = _reserve_ports()
+        port = self._ports.getsockname()[1] - _PORTS + 1
         self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-c", _LAUNCHER, orphans.__file__]
         command += ["-m", "sglang.launch_server"]
@@ -198,13 +201,28 @@ class Server:
                 time.sleep(0.05)
             self._process.wait()
             self._process = None
+            self._ports.close()
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def _reserve_ports() -> socket.socket:
+    """`_PORTS` free ports, nobody else's of this harness while the socket lives that is bound to the last.
+
+    With DP attention the base listens on more than the first: on some from the 233rd on. They lie
+    below those that connections are given, which might be taken before the server comes to them.
+    """
+    for first in random.sample(range(10_000, 32_000, _PORTS), k=22_000 // _PORTS):
+        held = socket.socket()
+        try:
+            held.bind(("127.0.0.1", first + _PORTS - 1))
+            for port in (first, *range(first + 233, first + 243)):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", port))
+        except OSError:
+            held.close()
+            continue
+        return held
+    raise ServerFailed("no free ports between 10000 and 32000")
 
 
 @contextlib.contextmanager
