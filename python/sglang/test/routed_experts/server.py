@@ -43,6 +43,7 @@ _FLAGS = (
 _LOG_LINES = 40
 _PORTS = 250
 # Becomes the server, and is killed when the process that started it ends: prctl(PR_SET_PDEATHSIG).
+# What it leaves behind then is orphans.py's.
 _LAUNCHER = (
     "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL); "
     "os.spawnl(os.P_NOWAIT, sys.executable, sys.executable, '-S', '-E', sys.argv[1]); "
