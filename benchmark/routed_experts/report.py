@@ -28,8 +28,8 @@ Data = Mapping[str, Any]
 RELEASES = {"ours": "ours", "peer": "0.5.11", "base": "0.5.10.post1"}
 ENGINES = RELEASES | {"ours-drafted": "ours with drafts"}
 ASKED = {"no": "not asked", "int32": "all ask, int32", "auto": "all ask, auto"}
-# What a row is compared with: the same engine without the flag. The base was not started without
-# it: our tree does nothing then either.
+# What a row is compared with: the same engine without the flag, but the base with our tree (session
+# "base"), which does nothing then either; session "off" says whether that is so.
 OFF = {
     "ours": {"engine": "ours", "flag": False, "asked": "no"},
     "peer": {"engine": "peer", "flag": False, "asked": "no"},
@@ -82,12 +82,9 @@ def _ratios(data: Data, field: str, what: str) -> str:
         for asked in ASKED:
             name = f"{ENGINES[engine]}, {ASKED[asked]}"
             lines.append([name, *(_ratio(data, rows, engine, asked, b, field) for b in batches)])
-    lines.append(
-        [
-            "ours over 0.5.10.post1, both without the flag",
-            *(_off_ratio(data, b, field) for b in batches),
-        ]
-    )
+    off, base = [row for row in data["rows"] if not row["flag"]], {"engine": "base"}
+    name = "ours over 0.5.10.post1, both without the flag"
+    lines.append([name, *(_ratio(data, off, "ours", "no", b, field, base) for b in batches)])
     for asked in ("no", "int32"):
         name = f"ours over 0.5.11, {ASKED[asked]}"
         peer = {"engine": "peer", "flag": True, "asked": asked}
@@ -104,26 +101,12 @@ def _ratio(
     field: str,
     reference: Data | None = None,
 ) -> str:
-    return _spread(
-        [
-            ratio
-            for row in rows
-            if (row["engine"], row["asked"], row["batch"]) == (engine, asked, batch)
-            for ratio in paired_ratios(data, row, reference or OFF[engine], field)
-        ]
-    )
-
-
-def _off_ratio(data: Data, batch: int, field: str) -> str:
-    """Our tree against its base, neither started with the flag."""
-    rows = [
-        r for r in data["rows"] if (r["engine"], r["flag"], r["batch"]) == ("ours", False, batch)
+    ratios = [
+        ratio
+        for row in rows
+        if (row["engine"], row["asked"], row["batch"]) == (engine, asked, batch)
+        for ratio in paired_ratios(data, row, reference or OFF[engine], field)
     ]
-    base = {"engine": "base", "flag": False}
-    return _spread([ratio for row in rows for ratio in paired_ratios(data, row, base, field)])
-
-
-def _spread(ratios: Sequence[float]) -> str:
     if not ratios:
         return ""
     return f"{middle(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"

@@ -4,7 +4,8 @@
      "rows": [{"engine", "flag", "asked", "batch", "input_len", "output_len",
                "output_tps": [..], "ttft_s": [..], "latency_s": [..], "step_ms": [..],
                "answer_mb": [..], "problems": [..], "round": [..]}],
-     "stall": [{"engine", "asked", "prompt_tokens", "longest_gap_ms": [..], "quiet_gap_ms": [..]}],
+     "stall": [{"engine", "asked", "prompt_tokens", "longest_gap_ms": [..], "quiet_gap_ms": [..],
+                "kv_splits": [..] (of runs that had other splits than "server_stall" says)}],
      "profile": [..], "scheduler_time": [..], "kernels": [..], "host_time": [..]}
 
 Lists of one row run in parallel: entry i is one run. Two runs of the same `round` were made right

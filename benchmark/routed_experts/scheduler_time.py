@@ -29,9 +29,9 @@ STEP_CALLS = ("on_forward_end", "copy_to_cpu", "on_result", "finalize")
 REQUEST_CALLS = ("collect", "get_routed_experts", "send_output")
 # What ours consist of. Only with SCHEDULER_TIME_PARTS=1, for the readings of the clock add up.
 PARTS = {
-    "store.RowFiler": ("file_step",),
-    "launch.Launcher": ("__call__",),
-    "collector.RowCollector": ("_gather", "_new_block", "_launch", "_answer"),
+    "routed_experts.store.RowFiler": ("file_step",),
+    "routed_experts.launch.Launcher": ("__call__",),
+    "routed_experts.collector.RowCollector": ("_gather", "_new_block", "_launch", "_answer"),
     "routed_experts_capturer._TargetCapturer": ("_get_local_range", "_is_captured"),
 }
 _WRITE_NOW = "write-now"
@@ -114,14 +114,11 @@ def wrap_everything() -> None:
 
 
 def _wrap_parts() -> None:
-    """Of ours; the other trees have no such modules."""
-    package = "sglang.srt.layers.moe.routed_experts"
     for path, names in PARTS.items():
         module, _, owner = path.rpartition(".")
-        parent = package.rpartition(".")[0] if module == "routed_experts_capturer" else package
         try:
-            found = importlib.import_module(f"{parent}.{module}")
-        except ModuleNotFoundError:
+            found = importlib.import_module(f"sglang.srt.layers.moe.{module}")
+        except ModuleNotFoundError:  # another tree than ours
             return
         for name in names:
             wrap(getattr(found, owner), name, _part_size)
@@ -129,9 +126,9 @@ def _wrap_parts() -> None:
 
 def _part_size(*args: Any, **kwargs: Any) -> int:
     """Tokens, rows, bytes or programs: the largest that the arguments tell."""
-    slots = [getattr(value, "out_cache_loc", value) for value in args[1:]]
-    numbers = [value for value in slots if isinstance(value, int)]
-    lengths = [value.numel() for value in slots if hasattr(value, "numel") and value.dim() == 1]
+    values = [getattr(value, "out_cache_loc", value) for value in args[1:]]
+    numbers = [value for value in values if isinstance(value, int)]
+    lengths = [value.numel() for value in values if hasattr(value, "numel") and value.dim() == 1]
     return max([0, *numbers, *lengths])
 
 

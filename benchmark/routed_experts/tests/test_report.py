@@ -23,7 +23,8 @@ SHAPE = {"batch": 64, "input_len": 1024, "output_len": 512}
 def _results(path: Path) -> dict:
     results = Results(path, HEADER)
     off, on, peer = ("ours", False, 1_000.0), ("ours", True, 990.0), ("peer", True, 1_100.0)
-    rounds = {"ours/1": (off, on), "ours/2": (on, off), "duel/1": (on, peer)}
+    base = "base", False, 1_250.0
+    rounds = {"ours/1": (off, on), "ours/2": (on, off), "duel/1": (on, peer), "off/1": (base, off)}
     for name, servers in rounds.items():
         for engine, flag, tps in servers:
             key = {"engine": engine, "flag": flag, "asked": "no", **SHAPE}
@@ -45,6 +46,7 @@ def test_figures_tell_wins_and_losses(tmp_path: Path) -> None:
     text = report.figures(_results(tmp_path / "r.json"))
     assert "| ours, not asked | 0.990 (0.990 to 0.990) |" in text
     assert "| ours over 0.5.11, not asked | 0.900 (0.900 to 0.900) |" in text
+    assert "| ours over 0.5.10.post1, both without the flag | 0.800 (0.800 to 0.800) |" in text
     assert "0.5.11, not asked |" not in text.replace("over 0.5.11", "")  # it was not paired
     assert "+50.0 ms (71.0, 90.0 at most; 20.0 in the steps before; 21.0 as 500 leave)" in text
     assert "| scheduler's thread, a decode step of 64 |  |  | 40 us |" in text

@@ -31,13 +31,13 @@ def of_session(leader: int) -> list[int]:
 
 
 def main() -> None:
-    session = os.getsid(0)
+    session, own = os.getsid(0), os.getpid()
     while os.getppid() == session:
         time.sleep(0.2)
     deadline = time.monotonic() + PATIENCE
-    while set(of_session(session)) - {os.getpid()} and time.monotonic() < deadline:
+    while set(left := of_session(session)) != {own} and time.monotonic() < deadline:
         time.sleep(0.2)
-    for pid in set(of_session(session)) - {os.getpid()}:
+    for pid in set(left) - {own}:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 

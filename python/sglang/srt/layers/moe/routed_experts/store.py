@@ -162,7 +162,7 @@ class RowFiler:
         Args:
             buffer: int32 [layers, capacity, width], the capture buffer.
             first_row: this rank's first token in it.
-            cache_loc: int64 [n] as a rule, the step's KV slots; n <= capacity.
+            cache_loc: int64 [n], or of another integer type, the step's KV slots; n <= capacity.
 
         Returns:
             The event that marks the rows as filed; it is reused RING_SLOTS steps later. None if they were filed on the

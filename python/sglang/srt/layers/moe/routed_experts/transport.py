@@ -42,7 +42,7 @@ _ALIGNMENT = (
     256  # rows start on a boundary that suits vector loads, and no two blocks share a cache line
 )
 _MIN_SEGMENT_BYTES = 64 << 20
-_CHECKS_PER_ALLOCATION = 4  # more than one: readers release faster than requests finish
+_CHECKS_PER_ALLOCATION = 4  # an allocation adds one lease; looking at more than one keeps them few
 # A block that its reader has not released after this long belonged to a process that died.
 _LEASE_SECONDS = 900.0
 _PAUSE_WHEN_FULL = 0.1  # seconds until all leases are looked at again
