@@ -25,13 +25,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from results import Results
 
-STEP_CALLS = ("on_forward_end", "copy_to_cpu", "on_result", "finalize")
+STEP_CALLS = ("before_graph", "on_forward_end", "copy_to_cpu", "on_result", "finalize")
 REQUEST_CALLS = ("collect", "get_routed_experts", "send_output")
 # What ours consist of. Only with SCHEDULER_TIME_PARTS=1, for the readings of the clock add up.
 PARTS = {
-    "routed_experts.store.RowFiler": ("file_step",),
+    "routed_experts.store.RowFiler": ("file_step", "filed_here"),
     "routed_experts.launch.Launcher": ("__call__",),
-    "routed_experts.collector.RowCollector": ("_gather", "_new_block", "_launch", "_answer"),
+    "routed_experts.collector.RowCollector": (
+        "_gather",
+        "_new_block",
+        "_collect",
+        "_mark_ready",
+        "_answer",
+    ),
     "routed_experts_capturer._TargetCapturer": ("_get_local_range", "_is_captured"),
 }
 _WRITE_NOW = "write-now"

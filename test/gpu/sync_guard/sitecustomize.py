@@ -9,7 +9,14 @@ import importlib.util
 import sys
 
 _MODULE = "sglang.srt.layers.moe.routed_experts_capturer"
-_ENTRY_POINTS = ("on_forward_end", "on_result", "collect", "keep_earned", "keep_replaced")
+_ENTRY_POINTS = (
+    "before_graph",
+    "on_forward_end",
+    "on_result",
+    "collect",
+    "keep_earned",
+    "keep_replaced",
+)
 
 
 def _guard(function):

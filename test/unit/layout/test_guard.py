@@ -30,6 +30,7 @@ class OneRank(_TargetCapturer):
         self._all_reached, self._logged, self._gather = False, set(), None
         self._filer = RowFiler(MOST, SHAPE, "cpu")
         self._filer.open(SLOTS)
+        self._graphs = None
 
     def forward(self, tokens: list[int], cache_loc: torch.Tensor, counts: list[int]) -> list[int]:
         """Layer i routes `tokens[i]` tokens. Returns the status of the forward's KV slots."""

@@ -29,7 +29,7 @@ def names_used(tree: ast.AST) -> Iterator[tuple[object, str]]:
             yield from ((routed_experts_capturer, name.name) for name in node.names)
         if isinstance(node, ast.Attribute):
             of = ast.unparse(node.value)
-            if of.endswith(("get_global_experts_capturer()", "self.routed_experts_capturer")):
+            if of.endswith(("get_global_experts_capturer()", ".routed_experts_capturer")):
                 yield capturer, node.attr
 
 
@@ -43,7 +43,23 @@ def test_names(path: Path) -> None:
 
 def test_there_are_callers() -> None:
     found = [name for path in callers() for _, name in names_used(ast.parse(path.read_text()))]
-    assert {"capture_topk_ids", "on_forward_end", "collect"} <= set(found)
+    assert {"capture_topk_ids", "in_graph", "before_graph", "on_forward_end", "collect"} <= set(
+        found
+    )
+
+
+def test_every_forward_of_the_scheduler_waits_for_what_it_collects() -> None:
+    """Collects run on the schedule stream: a forward on another stream may write the same KV slots."""
+    scheduler = ast.parse((TREE / "srt/managers/scheduler.py").read_text())
+    on_forward_stream = [
+        node
+        for node in ast.walk(scheduler)
+        if isinstance(node, ast.With)
+        and any(ast.unparse(i.context_expr) == "self.forward_stream_ctx" for i in node.items)
+    ]
+    assert on_forward_stream
+    for node in on_forward_stream:
+        assert ast.unparse(node.body[0]) == "self.forward_stream.wait_stream(self.schedule_stream)"
 
 
 def test_without_the_flag_no_kernel_is_read() -> None:

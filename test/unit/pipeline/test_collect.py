@@ -12,6 +12,7 @@ from sglang.srt.layers.moe.routed_experts.descriptor import GENERATION_WORD
 from sglang.srt.layers.moe.routed_experts.policy import RowShape
 from sglang.srt.layers.moe.routed_experts.reader import RoutedExpertsError, RowsReader
 from sglang.srt.layers.moe.routed_experts.store import RING_SLOTS, RowFiler
+from sglang.srt.layers.moe.routed_experts.streams import InOrderEvent
 from sglang.srt.layers.moe.routed_experts.transport import RowsArena
 
 SHAPE = RowShape(num_layers=3, top_k=2, num_experts=300)
@@ -205,10 +206,11 @@ def test_a_kept_row_that_was_not_captured_is_an_error(rank: Rank) -> None:
 
 
 def test_what_is_kept_is_held_until_it_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The collect stream may be far behind: nobody else may get the memory that it is to read."""
+    """The schedule stream may be far behind: nobody else may get the memory that it is to read."""
     arena = RowsArena(1 << 20, first_segment=1 << 20)
     rank = Rank(arena)
-    behind = SimpleNamespace(record=lambda stream=None: None, query=lambda: False)
+    behind = InOrderEvent()
+    behind.query = lambda: False
     monkeypatch.setattr(
         "sglang.srt.layers.moe.routed_experts.collector.new_event", lambda _: behind
     )

@@ -153,14 +153,6 @@ def test_no_tokens_is_no_work(shape: RowShape) -> None:
     assert not header.any()
 
 
-def test_ready_word() -> None:
-    header = torch.zeros(16, dtype=torch.int32, pin_memory=DEVICE == "cuda")
-    kernels.mark_ready(header, torch.ones(1, dtype=torch.int32, device=DEVICE))
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-    assert header.tolist() == [1] + [0] * 15
-
-
 @pytest.mark.parametrize("num_tokens", [1, 513, 600])
 def test_wide_blocks_of_a_prefill_chunk(num_tokens: int) -> None:
     """Above 512 tokens a program packs several; the last one is partly empty."""

@@ -8,9 +8,12 @@ store (pack, file), collector, transport, wire. This file is what the rest of SG
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+from sglang.srt.environ import envs
 from sglang.srt.layers.dp_attention import get_attention_tp_group
 
 from sglang.srt.layers.moe.routed_experts import capture, layout, policy
@@ -20,6 +23,7 @@ from sglang.srt.layers.moe.routed_experts.capture import (  # noqa: F401
 )
 from sglang.srt.layers.moe.routed_experts.collector import RowCollector
 from sglang.srt.layers.moe.routed_experts.gather import RowGather
+from sglang.srt.layers.moe.routed_experts.graphs import SelfFilingGraphs
 from sglang.srt.layers.moe.routed_experts.metrics import report_memory
 from sglang.srt.layers.moe.routed_experts.store import RowFiler
 from sglang.srt.layers.moe.routed_experts.streams import Event
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 MOST_PROBLEMS_LOGGED = 20
 
 
@@ -58,6 +63,13 @@ class RoutedExpertsCapturer:
 
     def open_store(self, model_runner: ModelRunner) -> None:
         """Once the KV pool's size is known, before CUDA graphs are captured."""
+
+    def in_graph(self, forward_batch: ForwardBatch, run_once: Callable[[], T]) -> Callable[[], T]:
+        """What to record in a decode CUDA graph in place of `run_once`, a forward of `forward_batch`."""
+        return run_once
+
+    def before_graph(self) -> None:
+        """On the forward stream, before a decode CUDA graph is replayed."""
 
     def on_forward_end(
         self, model_runner: ModelRunner, forward_batch: ForwardBatch, can_run_graph: bool
@@ -142,6 +154,10 @@ class _TargetCapturer(RoutedExpertsCapturer):
             self._filer = RowFiler(
                 per_rank, self._shape, model_runner.device, width, self._waits_in_place
             )
+        # With a plan stream, the base may write a graph's KV slots while the last replay still reads them.
+        self._graphs: SelfFilingGraphs | None = None
+        if self._filer and not self._gather and not envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get():
+            self._graphs = SelfFilingGraphs(rank, self._buffer, self._layers, self._filer)
         parts = (self._buffer, self._gather, self._filer)
         size = sum(part.num_bytes for part in parts if part is not None)
         joined = f", joined over {rank.group_size} ranks" if self._gather else ""
@@ -167,6 +183,13 @@ class _TargetCapturer(RoutedExpertsCapturer):
             }
             report_memory(labels, self._filer.store.num_bytes, arena.num_bytes if arena else 0)
 
+    def in_graph(self, forward_batch: ForwardBatch, run_once: Callable[[], T]) -> Callable[[], T]:
+        return self._graphs.record(forward_batch, run_once) if self._graphs else run_once
+
+    def before_graph(self) -> None:
+        if self._graphs:
+            self._filer.wait_for_earlier()
+
     def on_forward_end(
         self, model_runner: ModelRunner, forward_batch: ForwardBatch, can_run_graph: bool
     ) -> RoutedExpertsOutput | None:
@@ -174,12 +197,17 @@ class _TargetCapturer(RoutedExpertsCapturer):
         if cache_loc is None:
             return None
         graph = layout.replayed_decode_graph(model_runner, forward_batch, can_run_graph)
+        by_graph = self._graphs.filed(math.prod(graph)) if graph and self._graphs else None
+        if by_graph:
+            return RoutedExpertsOutput(self._filer.filed_here())
         first_row, num_rows = self._get_local_range(forward_batch, graph)
         if num_rows == 0:
             return None
         num_tokens = layout.num_sparse_tokens(self._rank, forward_batch, graph)
         fits = self._fits(num_rows, num_tokens)
-        whole = fits and self._is_captured(None if can_run_graph else num_tokens)
+        whole = (
+            fits and by_graph is None and self._is_captured(None if can_run_graph else num_tokens)
+        )
         if self._gather is not None and fits:
             self._gather.join(self._buffer.ids, num_tokens, whole)
         if self._filer is None:

@@ -14,6 +14,7 @@ import re
 import torch
 from torch import nn
 
+from sglang.srt.layers.moe.routed_experts import kernels
 from sglang.srt.layers.moe.routed_experts.policy import RowShape
 
 _ATTRIBUTE = "routed_experts_capture"
@@ -23,22 +24,28 @@ _ROUTER_NAME = re.compile(r"(?:^|\.)(?:gate|gating|wg|router)(?:\.|$)")
 
 
 class CaptureBuffer:
-    """int32 [layers, capacity, width] at a fixed address, layer-major: one layer's part is contiguous.
+    """Ids at a fixed address, layer-major: one layer's part is contiguous. `width` is top-k plus fused shared experts.
 
     Written by the forward alone (by top-k kernels directly, or by one copy a layer), on the forward stream and inside
-    CUDA graphs. Read by pack on the same stream. `width` is top-k plus fused shared-expert columns. Dense layers are
-    never written and stay zero, which is what the wire promises for them.
+    CUDA graphs. Dense layers are never written and stay zero, which is what the wire promises for them.
+
+    Attributes:
+        ids: int32 [layers, capacity, width]. Read behind the forward, on the same stream.
+        graph_ids: int32 [layers, MOST_SPREAD_TOKENS at most, width], of decode CUDA graphs that file their own rows
+            (graphs.py): written and read inside one graph. The layers' parts lie close together, so that they share the pages that
+            a step of one token touches; in `ids` they lie a prefill chunk apart.
     """
 
     def __init__(self, shape: RowShape, capacity: int, width: int, device: str) -> None:
         self.capacity = capacity
-        self.ids = torch.zeros(
-            (shape.num_layers, capacity, width), dtype=torch.int32, device=device
+        self.ids, self.graph_ids = (
+            torch.zeros((shape.num_layers, tokens, width), dtype=torch.int32, device=device)
+            for tokens in (capacity, min(capacity, kernels.MOST_SPREAD_TOKENS))
         )
 
     @property
     def num_bytes(self) -> int:
-        return self.ids.numel() * self.ids.itemsize
+        return sum(ids.numel() * ids.itemsize for ids in (self.ids, self.graph_ids))
 
 
 class LayerCapture:
@@ -49,7 +56,11 @@ class LayerCapture:
         self.name = name
         self.direct = direct
         self.num_tokens = 0  # of the last forward that ran eagerly, or was recorded in a CUDA graph
-        self._rows = buffer.ids[layer]
+        self.point_at(buffer.ids)
+
+    def point_at(self, ids: torch.Tensor) -> None:
+        """Capture into `ids` [layers, tokens, width] from now on: what is recorded in a CUDA graph stays there."""
+        self._rows = ids[self.layer]
 
     @property
     def reached(self) -> bool:

@@ -1,10 +1,10 @@
 """From a finished or retracted request to its answer: gather its rows from the store into shared memory.
 
-    schedule stream:  slot ids of the request -> fresh tensor, slots_ready.record()
-    collect stream:   slots_ready.wait, filed.wait | collect -> shared memory, READY | collected.record()
+    schedule stream:  filed.wait | collect, by the request's row of `req_to_token` -> shared memory, READY | ...
 
 `filed` is that of the step being processed, not of the step in flight, so an answer never waits for the next forward.
-The next filing waits for `collected`: the request's KV slots, and its row of `req_to_token`, are reused at once.
+The request's KV slots, and its row of `req_to_token`, are free at once. Whoever gets them comes later: the scheduler
+assigns slots on this stream, and each of its forwards waits for this stream first, and so for the collects on it.
 Nothing here waits on the host, and nothing here changes what the scheduler runs or frees.
 """
 
@@ -19,17 +19,20 @@ import torch
 from sglang.srt.layers.moe.routed_experts import kernels
 from sglang.srt.layers.moe.routed_experts.descriptor import (
     BAD_WORD,
-    HEADER_WORDS,
+    HEADER_BYTES,
     NOT_CAPTURED,
+    READY_WORD,
+    WORD_BYTES,
     RowsDescriptor,
 )
 from sglang.srt.layers.moe.routed_experts.policy import RowShape
 from sglang.srt.layers.moe.routed_experts.store import RowFiler
 from sglang.srt.layers.moe.routed_experts.streams import (
     Event,
-    SideStream,
+    current_stream_waits,
     new_event,
     record_in_current,
+    write_word_in_current,
 )
 from sglang.srt.layers.moe.routed_experts.transport import RowsArena, RowsBlock
 
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
 logger = logging.getLogger(__name__)
+
+SLOT_BYTES = 4  # of an entry of req_to_token, int32
 
 
 @dataclass
@@ -55,12 +60,14 @@ class EarnedRows:
 
 
 class PrivateBlock:
-    """Rows outside shared memory, for when they travel in the message: same views as a RowsBlock."""
+    """Rows outside shared memory, for when they travel in the message: same attributes as a RowsBlock."""
 
     def __init__(self, num_bytes: int, device: str) -> None:
-        pinned = device == "cuda"
-        self.rows = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
-        self.header = torch.zeros(HEADER_WORDS, dtype=torch.int32, pin_memory=pinned)
+        size = HEADER_BYTES + num_bytes
+        memory = torch.empty(size, dtype=torch.uint8, pin_memory=device == "cuda")
+        self.address = memory.data_ptr()
+        self.rows = memory[HEADER_BYTES:]
+        self.header = memory[:HEADER_BYTES].view(torch.int32).zero_()
 
 
 class RowCollector:
@@ -73,18 +80,16 @@ class RowCollector:
         self._shape = shape
         self._device = device
         self._arena = arena
-        self._stream = SideStream(device)
-        self._slots_ready = new_event(device)
-        self._collected = new_event(device)
-        self._one = torch.ones(1, dtype=torch.int32, device=device)
+        self._on_gpu = device == "cuda"
         self._filed: Event | None = None
         self._being_read: list[tuple[Event, tuple[EarnedRows | None, ...]]] = []
         self._warned = False
-        with self._stream:  # compile now, not when the first request finishes
-            slots = torch.zeros(1, dtype=torch.int32, device=device)
-            block = self._new_block(shape.row_bytes)
-            self._launch(slots, block.rows.view(1, -1), block)
-            kernels.mark_ready(block.header, self._one)
+        # Compile now, not when the first request finishes.
+        block, slots = self._new_block(shape.row_bytes), torch.zeros(1, dtype=torch.int32)
+        rows = kernels.as_units(block.rows.view(1, -1))
+        store = filer.store
+        kernels.collect(store.units, store.status, slots.to(device), rows, block.header)
+        self._mark_ready(block)
 
     def step_processed(self, filed: Event) -> None:
         """The scheduler now processes the step behind `filed`; what is collected waits for that."""
@@ -148,41 +153,71 @@ class RowCollector:
     def _gather(
         self, req: Req, pool: ReqToTokenPool, start: int, end: int
     ) -> RowsBlock | PrivateBlock:
-        row_bytes = self._shape.row_bytes
-        block = self._new_block((end - start) * row_bytes)
-        rows = block.rows.view(-1, row_bytes)
+        block = self._new_block((end - start) * self._shape.row_bytes)
         earned: EarnedRows | None = getattr(req, "routed_experts_earned", None)
         sampled: EarnedRows | None = getattr(req, "routed_experts_sampled", None)
         first = min(max(earned.start + earned.count, start), end) if earned is not None else start
-        slots = pool.req_to_token[req.req_pool_idx, first:end].clone()
-        record_in_current(self._slots_ready)
-        self._stream.wait(self._slots_ready)
-        if self._filed is not None:
-            self._stream.wait(self._filed)
-        with self._stream:
-            self._launch(slots, rows[first - start :], block)
-            for kept, since in ((earned, start), (sampled, first)):
-                if kept is not None:
-                    self._put(kept, since, start, rows, block)
-            kernels.mark_ready(block.header, self._one)
-        self._stream.uses(slots)
-        self._stream.record(self._collected)
-        self._filer.wait_for_collect(self._collected)
-        self._keep_until_read(earned, sampled)
+        if self._on_gpu and self._filed is not None:
+            current_stream_waits(self._filed)
+        self._collect(pool.req_to_token, req.req_pool_idx, first, end, block, first - start)
+        for kept, since in ((earned, start), (sampled, first)):
+            if kept is not None:
+                self._put(kept, since, start, block)
+        if earned is not None or sampled is not None or self._being_read:
+            self._keep_until_read(earned, sampled)
+        self._mark_ready(block)
         return block
+
+    def _collect(
+        self,
+        req_to_token: torch.Tensor,
+        row: int,
+        first: int,
+        end: int,
+        block: RowsBlock | PrivateBlock,
+        offset: int,
+    ) -> None:
+        """Collect positions [first, end) of a request into `block`, from its row `offset` on.
+
+        By addresses on a GPU, for every view of a tensor costs the scheduler's thread microseconds.
+        """
+        if first == end:
+            return
+        store, row_bytes = self._filer.store, self._shape.row_bytes
+        if not self._on_gpu:
+            rows = block.rows.view(-1, row_bytes)[offset : offset + end - first]
+            slots = req_to_token[row, first:end]
+            kernels.collect(store.units, store.status, slots, kernels.as_units(rows), block.header)
+            return
+        assert req_to_token.dtype == torch.int32
+        kernels.launch_collect_at(
+            store.units,
+            store.status,
+            req_to_token.data_ptr() + (row * req_to_token.stride(0) + first) * SLOT_BYTES,
+            end - first,
+            block.address + HEADER_BYTES + offset * row_bytes,
+            block.address + BAD_WORD * WORD_BYTES,
+        )
+
+    def _mark_ready(self, block: RowsBlock | PrivateBlock) -> None:
+        """In stream order, like all of collect."""
+        if self._on_gpu:
+            write_word_in_current(block.address + READY_WORD * WORD_BYTES, 1)
+        else:
+            block.header[READY_WORD] = 1
 
     def _put(
         self,
         kept: EarnedRows,
         since: int,
         start: int,
-        rows: torch.Tensor,
         block: RowsBlock | PrivateBlock,
     ) -> None:
-        """Lay what a request keeps, from position `since` on, over `rows`, whose first is position `start`.
+        """Lay what a request keeps, from position `since` on, over the rows of `block`, the first of position `start`.
 
         In stream order, like all of collect.
         """
+        rows = block.rows.view(-1, self._shape.row_bytes)
         first, end = max(since, kept.start), min(start + len(rows), kept.start + kept.count)
         if end <= first:
             return
@@ -196,11 +231,11 @@ class RowCollector:
         kernels.collect(store, status, slots, out, block.header)
 
     def _keep_until_read(self, *kept: EarnedRows | None) -> None:
-        """The request may let go of what it keeps before the collect stream has read it."""
+        """The request may let go of what it keeps before the schedule stream has read it."""
         self._being_read = [(read, held) for read, held in self._being_read if not read.query()]
         if any(kept):
             read = new_event(self._device)
-            self._stream.record(read)
+            record_in_current(read)
             self._being_read.append((read, kept))
 
     def _answer(
@@ -218,16 +253,12 @@ class RowCollector:
             return RowsDescriptor(**common)
         if isinstance(block, RowsBlock):
             return block.descriptor(**common)
-        self._collected.synchronize()
+        collected = new_event(self._device)
+        record_in_current(collected)
+        collected.synchronize()
         if bool(block.header[BAD_WORD]):
             return RowsDescriptor(**common, error=NOT_CAPTURED)
         return RowsDescriptor(**common, data=block.rows.numpy().tobytes())
-
-    def _launch(
-        self, slots: torch.Tensor, rows: torch.Tensor, block: RowsBlock | PrivateBlock
-    ) -> None:
-        store = self._filer.store
-        kernels.collect(store.units, store.status, slots, kernels.as_units(rows), block.header)
 
     def _new_block(self, num_bytes: int) -> RowsBlock | PrivateBlock:
         block = self._arena.allocate(num_bytes) if self._arena is not None else None

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-HEADER_WORDS = 16
+HEADER_WORDS, WORD_BYTES = 16, 4
+HEADER_BYTES = HEADER_WORDS * WORD_BYTES  # the rows follow
 READY_WORD, BAD_WORD, RELEASED_WORD, GENERATION_WORD = range(4)
 DTYPES = ("uint8", "uint16", "int32")
 NOT_CAPTURED = (

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from sglang.srt.layers.moe.routed_experts.descriptor import BAD_WORD, READY_WORD
+from sglang.srt.layers.moe.routed_experts.descriptor import BAD_WORD
 from sglang.srt.layers.moe.routed_experts.launch import Launcher
 
 UNFILED, FILED, BAD = 0, 1, 2
@@ -49,7 +49,7 @@ def pack(
     """Turn `len(cache_loc)` tokens of the capture buffer into rows, beside their KV slots and their status.
 
     Args:
-        buffer: int32 [layers, capacity, width], contiguous; columns from top_k on are fused shared experts: dropped.
+        buffer: int32 [layers, capacity, width], a layer's part contiguous; columns from top_k on are fused shared experts: dropped.
         first_row: this rank's first token in the buffer.
         cache_loc: int64 [n], KV slot of each token.
         rows: uint8 or uint16 [>= n, layers * top_k], contiguous, written.
@@ -83,13 +83,13 @@ def launch_pack(
     """The Triton side of `pack`; the interpreter runs it on CPU tensors."""
     assert cache_loc.dtype == torch.int64  # see Launcher: the types of a variant do not change
     num_tokens = cache_loc.shape[0]
-    num_layers, capacity, width = buffer.shape
+    num_layers, _, width = buffer.shape
     columns = num_layers * top_k
     block_c = triton.next_power_of_2(columns)
     block_t = 1 if num_tokens <= MOST_SPREAD_TOKENS else max(1, PACK_TILE // block_c)
     _launch_pack(
         triton.cdiv(num_tokens, block_t),
-        (buffer, cache_loc, rows, slots, status, first_row, num_tokens, capacity * width),
+        (buffer, cache_loc, rows, slots, status, first_row, num_tokens, buffer.stride(0)),
         (width, top_k, columns, num_experts, block_t, block_c),
         num_warps=4,
     )
@@ -162,11 +162,11 @@ def launch_pack_and_file(
         store_status: uint8 [num_slots], on the device.
     """
     assert cache_loc.dtype == torch.int64
-    num_layers, capacity, width = buffer.shape
+    num_layers, _, width = buffer.shape
     num_slots, columns = store.shape
     _launch_pack_and_file(
         cache_loc.shape[0],
-        (buffer, cache_loc, store, store_status, first_row, capacity * width, num_slots),
+        (buffer, cache_loc, store, store_status, first_row, buffer.stride(0), num_slots),
         (width, top_k, columns, num_experts, triton.next_power_of_2(num_layers * top_k)),
         num_warps=4,
     )
@@ -207,23 +207,24 @@ def launch_collect(
 ) -> None:
     """The Triton side of `collect`."""
     assert slots.dtype == torch.int32
-    num_rows, units = out.shape
+    launch_collect_at(store, store_status, slots, out.shape[0], out, header[BAD_WORD:])
+
+
+def launch_collect_at(
+    store: torch.Tensor,
+    store_status: torch.Tensor,
+    slots: torch.Tensor | int,
+    num_rows: int,
+    out: torch.Tensor | int,
+    bad: torch.Tensor | int,
+) -> None:
+    """`launch_collect` with tensors or, once a variant is compiled, with addresses."""
+    units = store.shape[1]
     block_u = triton.next_power_of_2(units)
     block_r = max(1, COLLECT_TILE // block_u)
     _launch_collect(
         triton.cdiv(num_rows, block_r),
-        (store, store_status, slots, out, header[BAD_WORD:], num_rows),
+        (store, store_status, slots, out, bad, num_rows),
         (units, store.itemsize, block_r, block_u),
         num_warps=4,
     )
-
-
-def mark_ready(header: torch.Tensor, one: torch.Tensor) -> None:
-    """Raise READY in an answer's header behind everything launched on the current stream.
-
-    Args:
-        header: int32 [>= 1], shared memory.
-        one: int32 [1] on the device, holds 1. A copy in stream order, not a kernel's store: the rows before it are
-            then visible to any process that sees it, without a fence of ours.
-    """
-    header[READY_WORD : READY_WORD + 1].copy_(one, non_blocking=True)

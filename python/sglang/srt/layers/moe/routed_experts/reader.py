@@ -13,6 +13,7 @@ import numpy as np
 from sglang.srt.layers.moe.routed_experts.descriptor import (
     BAD_WORD,
     GENERATION_WORD,
+    HEADER_BYTES,
     HEADER_WORDS,
     NOT_CAPTURED,
     READY_WORD,
@@ -22,7 +23,6 @@ from sglang.srt.layers.moe.routed_experts.descriptor import (
     memfd_name,
 )
 
-_HEADER_BYTES = HEADER_WORDS * 4
 _FIRST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3  # seconds between looks at READY
 
 
@@ -55,7 +55,7 @@ class RowsReader:
         _wait_for_ready(words, descriptor.block.generation, timeout_s)
         if words[BAD_WORD]:
             raise RoutedExpertsError(NOT_CAPTURED)
-        return _as_rows(descriptor, segment, descriptor.block.offset + _HEADER_BYTES)
+        return _as_rows(descriptor, segment, descriptor.block.offset + HEADER_BYTES)
 
     def still_ours(self, descriptor: RowsDescriptor) -> bool:
         """Whether the block has not been handed to another request since it was described."""

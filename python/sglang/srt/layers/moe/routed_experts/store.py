@@ -1,7 +1,7 @@
 """The host store: one row for every KV slot, and the two ways in which rows reach it.
 
 A decode step has few rows: one kernel on the forward stream writes them where they belong, in posted writes across the
-bus. Its one launch is all that the scheduler's thread pays.
+bus. A decode CUDA graph has it recorded (graphs.py), so that the scheduler's thread launches nothing.
 
     forward stream:  ... top-k kernels | pack and file -> host store | sampling, copy_done.record() ...
 
@@ -10,9 +10,9 @@ A prefill has many: they are packed at the speed of the device, and cross the bu
     forward stream:  ... top-k kernels | pack -> ring slot, packed.record() | next forward ...
     side stream:                         packed.wait | file -> host store, filed.record()
 
-A ring slot is packed into again only behind the `filed` event of its last use; rows are filed, either way, only behind
-the last collect and in the order of the steps: that is what keeps step t's rows apart from step t+1's, however slow
-any side is.
+A ring slot is packed into again only behind the `filed` event of its last use; rows are filed, either way, in the order
+of the steps, and, with their forward, behind the collects that were launched before it (collector.py): that is what keeps
+step t's rows apart from step t+1's, however slow any side is.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class RingSlot:
 class HostStore:
     """Rows by KV slot: uint8 [num_slots, row_bytes] in host memory, pinned at its exact size, and a status byte a slot.
 
-    Owner: `RowFiler` writes (side stream), `RowCollector` reads (collect stream). Status bytes live on the device,
+    Owner: `RowFiler` writes (side stream), `RowCollector` reads (schedule stream). Status bytes live on the device,
     where both kernels run. torch's pinned allocator rounds up to a power of two, so the memory is a plain mapping
     that is registered with CUDA.
     """
@@ -113,7 +113,6 @@ class RowFiler:
         self._ring: list[RingSlot] = [self._new_slot(capacity) for _ in range(RING_SLOTS)]
         self.capacity = capacity
         self._step = 0
-        self._last_collect: Event | None = None
         self._side_filed: Event | None = None
         self._filed_at_once = new_event(device)
         self.last_filed: Event = self._filed_at_once
@@ -171,7 +170,9 @@ class RowFiler:
         if cache_loc.dtype != torch.int64:
             cache_loc = cache_loc.long()
         if self._device == "cuda" and cache_loc.shape[0] <= kernels.MOST_SPREAD_TOKENS:
-            return self._file_at_once(buffer, first_row, cache_loc)
+            self.wait_for_earlier()
+            self.file_at_once(buffer, first_row, cache_loc)
+            return self.filed_here()
         slot = self._next_slot()
         kernels.pack(
             buffer,
@@ -185,13 +186,11 @@ class RowFiler:
         )
         return self._file(slot, cache_loc.shape[0])
 
-    def _file_at_once(
-        self, buffer: torch.Tensor, first_row: int, cache_loc: torch.Tensor
-    ) -> Event | None:
-        for event in (self._last_collect, self._side_filed):
-            if event is not None:
-                current_stream_waits(event)
-        self._last_collect = self._side_filed = None
+    def file_at_once(self, buffer: torch.Tensor, first_row: int, cache_loc: torch.Tensor) -> None:
+        """Pack and file few tokens on the current stream; arguments as for `file_step`. May be recorded in a CUDA graph.
+
+        Before it, or before a replay, comes `wait_for_earlier`, behind it `filed_here`.
+        """
         kernels.launch_pack_and_file(
             buffer,
             first_row,
@@ -201,6 +200,15 @@ class RowFiler:
             self._shape.top_k,
             self._shape.num_experts,
         )
+
+    def wait_for_earlier(self) -> None:
+        """Before rows are filed on the current stream: behind those that the side stream still files."""
+        if self._side_filed is not None:
+            current_stream_waits(self._side_filed)
+            self._side_filed = None
+
+    def filed_here(self) -> Event | None:
+        """Rows have been filed on the current stream. What `file_step` returns for them."""
         if not self._waits_in_place:
             return None
         record_in_current(self._filed_at_once)
@@ -224,10 +232,6 @@ class RowFiler:
             filed = self._file(slot, len(part))
         return filed
 
-    def wait_for_collect(self, collected: Event) -> None:
-        """The next filing waits for `collected`: the slots that it reads may be somebody else's by then."""
-        self._last_collect = collected
-
     def _next_slot(self) -> RingSlot:
         """A slot that the current stream may write: its last rows have been filed by then."""
         self._step += 1
@@ -238,9 +242,6 @@ class RowFiler:
     def _file(self, slot: RingSlot, num_tokens: int) -> Event:
         record_in_current(slot.packed)
         self._stream.wait(slot.packed)
-        if self._last_collect is not None:
-            self._stream.wait(self._last_collect)
-            self._last_collect = None
         kernels.file(
             slot.units,
             slot.slots,

@@ -6,6 +6,10 @@ torch.cuda.stream(..)`. Here an object a stream is made once.
 
 from __future__ import annotations
 
+import ctypes
+import functools
+from collections.abc import Callable
+
 import torch
 
 _streams: dict[tuple[int, int], torch.cuda.Stream] = {}
@@ -33,16 +37,6 @@ class SideStream:
     def __init__(self, device: str) -> None:
         self.stream: torch.cuda.Stream | None = torch.cuda.Stream() if device == "cuda" else None
 
-    def __enter__(self) -> SideStream:
-        if self.stream is not None:
-            self._outer = current_stream()
-            torch.cuda.set_stream(self.stream)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self.stream is not None:
-            torch.cuda.set_stream(self._outer)
-
     def wait(self, event: Event) -> None:
         """Make later work on this stream wait for `event`; the host goes on."""
         if self.stream is not None:
@@ -51,11 +45,6 @@ class SideStream:
     def record(self, event: Event) -> None:
         """Mark in `event` everything launched on this stream so far."""
         event.record(self.stream)
-
-    def uses(self, tensor: torch.Tensor) -> None:
-        """Keep the allocator from handing out `tensor`'s memory before this stream is done with it."""
-        if self.stream is not None:
-            tensor.record_stream(self.stream)
 
 
 def new_event(device: str) -> Event:
@@ -87,3 +76,27 @@ def current_stream_waits(event: Event) -> None:
     """Make the stream in use wait for `event`; the host goes on."""
     if not isinstance(event, InOrderEvent):
         current_stream().wait_event(event)
+
+
+def write_word_in_current(address: int, value: int) -> None:
+    """Write 32 bits of pinned host memory behind everything launched on the stream in use so far.
+
+    By cuStreamWriteValue32, which puts a fence of the whole system before the write: whoever sees the word sees what the
+    stream wrote before it.
+
+    Raises:
+        RuntimeError: the driver does not do it.
+    """
+    status = _stream_write_value()(current_handle(), address, value, 0)
+    if status != 0:
+        raise RuntimeError(
+            f"--enable-return-routed-experts: cuStreamWriteValue32 failed with error {status}; it needs a GPU driver "
+            "of CUDA 12 or later"
+        )
+
+
+@functools.cache
+def _stream_write_value() -> Callable[[int, int, int, int], int]:
+    function = ctypes.CDLL("libcuda.so.1").cuStreamWriteValue32_v2
+    function.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
+    return function

@@ -19,11 +19,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from sglang.srt.layers.moe.routed_experts.descriptor import (
     GENERATION_WORD,
+    HEADER_BYTES,
     HEADER_WORDS,
+    READY_WORD,
+    RELEASED_WORD,
+    WORD_BYTES,
     BlockRef,
     RowsDescriptor,
     memfd_name,
@@ -36,8 +38,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-_WORD_BYTES = 4
-_HEADER_BYTES = HEADER_WORDS * _WORD_BYTES
 _ALIGNMENT = (
     256  # rows start on a boundary that suits vector loads, and no two blocks share a cache line
 )
@@ -57,12 +57,26 @@ class RowsBlock:
     Attributes:
         rows: torch.uint8 [num_bytes].
         header: torch.int32 [HEADER_WORDS].
+        address: of the header; the rows begin HEADER_BYTES behind it.
     """
 
-    def __init__(self, lease: _Lease, rows: torch.Tensor, header: torch.Tensor) -> None:
+    def __init__(self, lease: _Lease, num_bytes: int) -> None:
         self._lease = lease
-        self.rows = rows
-        self.header = header
+        self._num_bytes = num_bytes
+
+    @property
+    def rows(self) -> torch.Tensor:
+        first = self._lease.offset + HEADER_BYTES
+        return self._lease.segment.memory[first : first + self._num_bytes]
+
+    @property
+    def header(self) -> torch.Tensor:
+        first = self._lease.offset // WORD_BYTES
+        return self._lease.segment.headers[first : first + HEADER_WORDS]
+
+    @property
+    def address(self) -> int:
+        return self._lease.segment.address + self._lease.offset
 
     def descriptor(self, **fields: Any) -> RowsDescriptor:
         """What the answering process needs to read this block, and to release it.
@@ -73,7 +87,7 @@ class RowsBlock:
         self._lease.described_at = self._lease.clock()
         ref = self._lease.segment.reference(self._lease.offset, self._lease.generation)
         descriptor = RowsDescriptor(**fields, block=ref)
-        assert descriptor.num_bytes == self.rows.numel()
+        assert descriptor.num_bytes == self._num_bytes
         return descriptor
 
     def __del__(self) -> None:
@@ -121,7 +135,7 @@ class RowsArena:
 
     def allocate(self, num_bytes: int) -> RowsBlock | None:
         """A block of `num_bytes` with a cleared header; None without room: use the message then."""
-        needed = _HEADER_BYTES + num_bytes
+        needed = HEADER_BYTES + num_bytes
         needed += -needed % _ALIGNMENT
         self._reclaim(_CHECKS_PER_ALLOCATION)
         block = self._take(needed, num_bytes)
@@ -141,7 +155,8 @@ class RowsArena:
                 self._generation = self._generation % 0x7FFFFFFF + 1
                 lease = _Lease(segment, offset, needed, self._generation, self._clock)
                 self._leases.append(lease)
-                return RowsBlock(lease, *segment.views(offset, num_bytes, self._generation))
+                segment.clear_header(offset, self._generation)
+                return RowsBlock(lease, num_bytes)
         return None
 
     def _reclaim(self, checks: int) -> bool:
@@ -201,9 +216,10 @@ class _Lease:
 
     def over(self) -> bool:
         """Whether nobody writes (READY is up) and nobody will read."""
-        ready, _, released, _ = self.segment.words(self.offset)
-        return ready != 0 and (
-            released == self.generation
+        if self.segment.word(self.offset, READY_WORD) == 0:
+            return False
+        return (
+            self.segment.word(self.offset, RELEASED_WORD) == self.generation
             or self.dropped
             or (self.described_at is not None and self.clock() - self.described_at > _LEASE_SECONDS)
         )
@@ -221,28 +237,24 @@ class _Segment:
         weakref.finalize(self, os.close, self._fd)
         os.ftruncate(self._fd, num_bytes)
         self._map = mmap.mmap(self._fd, num_bytes)
-        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.headers = self.memory.view(torch.int32)
+        self.address = self.memory.data_ptr()
         if register is not None:
-            register(self, self._bytes.data_ptr(), num_bytes)
-        self._headers = self._bytes.view(torch.int32)
-        self._words = np.frombuffer(self._map, dtype=np.int32)
+            register(self, self.address, num_bytes)
+        self._words = memoryview(self._map).cast("i")
         self._free: list[tuple[int, int]] = [(0, num_bytes)]
 
     def reference(self, offset: int, generation: int) -> BlockRef:
         return BlockRef(os.getpid(), self._fd, self._name, self.num_bytes, offset, generation)
 
-    def words(self, offset: int) -> list[int]:
-        first = offset // _WORD_BYTES
-        return self._words[first : first + 4].tolist()
+    def word(self, offset: int, index: int) -> int:
+        """A word of the header at `offset`."""
+        return self._words[offset // WORD_BYTES + index]
 
-    def views(
-        self, offset: int, num_bytes: int, generation: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rows, header) of a block, its header cleared."""
-        word, first = offset // _WORD_BYTES, offset + _HEADER_BYTES
-        self._words[word : word + HEADER_WORDS] = 0
-        self._words[word + GENERATION_WORD] = generation
-        return self._bytes[first : first + num_bytes], self._headers[word : word + HEADER_WORDS]
+    def clear_header(self, offset: int, generation: int) -> None:
+        self._map[offset : offset + HEADER_BYTES] = bytes(HEADER_BYTES)
+        self._words[offset // WORD_BYTES + GENERATION_WORD] = generation
 
     def take(self, num_bytes: int) -> int | None:
         """Offset of the first free range that is large enough, shortened by `num_bytes`."""
@@ -259,7 +271,7 @@ class _Segment:
 
         Whoever still reads the block, minutes late, sees by its header that it is not theirs any more.
         """
-        self._words[offset // _WORD_BYTES + GENERATION_WORD] = 0
+        self._words[offset // WORD_BYTES + GENERATION_WORD] = 0
         i = next((i for i, (other, _) in enumerate(self._free) if other > offset), len(self._free))
         if i < len(self._free) and offset + num_bytes == self._free[i][0]:
             num_bytes += self._free.pop(i)[1]

@@ -1,0 +1,140 @@
+"""Decode graphs that file their own rows. Here a "graph" is what would be recorded, run by the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from sglang.srt.layers.moe.routed_experts import kernels
+from sglang.srt.layers.moe.routed_experts.capture import CaptureBuffer, LayerCapture
+from sglang.srt.layers.moe.routed_experts.graphs import SelfFilingGraphs
+from sglang.srt.layers.moe.routed_experts.layout import RankLayout
+from sglang.srt.layers.moe.routed_experts.shape import RowShape
+from sglang.srt.layers.moe.routed_experts.store import RowFiler
+from sglang.srt.layers.moe.routed_experts_capturer import _TargetCapturer
+
+SHAPE = RowShape(num_layers=3, top_k=2, num_experts=8)
+MOST, SLOTS = 16, 40
+
+
+class OneRank(_TargetCapturer):
+    """A capturer of a model that is not there: its layers are written to by the test."""
+
+    def __init__(self, rank: RankLayout, most_in_a_graph: int = 8) -> None:
+        self._rank, self._shape, self._most_rows = rank, SHAPE, MOST
+        self._buffer = CaptureBuffer(SHAPE, MOST, SHAPE.top_k, "cpu")
+        self._buffer.graph_ids = self._buffer.graph_ids[:, :most_in_a_graph]
+        self._layers = [LayerCapture(i, f"layer {i}", self._buffer, False) for i in range(3)]
+        self._all_reached, self._logged, self._gather = False, set(), None
+        self._filer = RowFiler(MOST, SHAPE, "cpu")
+        self._filer.open(SLOTS)
+        self._graphs = SelfFilingGraphs(rank, self._buffer, self._layers, self._filer)
+
+    def route(self, ids: torch.Tensor, layers: int = 3) -> None:
+        for layer in self._layers[:layers]:
+            layer.write(ids)
+
+    def graph(self, ids: torch.Tensor, slots: torch.Tensor, layers: int = 3) -> Callable[[], str]:
+        """What is recorded for a forward that routes `ids` [tokens, top_k] in every layer."""
+
+        def run_once() -> str:
+            self.route(ids, layers)
+            return "logits"
+
+        return self.in_graph(SimpleNamespace(out_cache_loc=slots), run_once)
+
+    def end(self, slots: torch.Tensor, requests: int, tokens: int = 1) -> None:
+        """Behind the replay of the graph of so many padded requests."""
+        runner = SimpleNamespace(
+            graph_runner=SimpleNamespace(bs=requests, num_tokens_per_bs=tokens)
+        )
+        batch = SimpleNamespace(out_cache_loc=slots, forward_mode=ForwardMode.DECODE)
+        self.on_forward_end(runner, batch, True)
+
+    def status(self, slots: torch.Tensor) -> list[int]:
+        return self._filer.store.status[slots].tolist()
+
+    def rows(self, slots: torch.Tensor) -> torch.Tensor:
+        return self._filer.store.ids[slots].view(-1, 3, 2)
+
+
+def some_ids(tokens: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 8, (tokens, 2), generator=generator, dtype=torch.int32)
+
+
+def test_a_graph_files_the_rows_of_each_replay_and_no_padding() -> None:
+    rank, ids, slots = OneRank(RankLayout()), some_ids(4), torch.tensor([5, 9, 0, 0])
+    graph = rank.graph(ids, slots)
+    for seed in (1, 2):
+        ids.copy_(some_ids(4, seed))
+        slots[:2] += seed
+        assert graph() == "logits"
+        rank.end(slots[:2], requests=4)
+        assert rank.status(slots) == [kernels.FILED] * 2 + [kernels.UNFILED] * 2
+        assert torch.equal(rank.rows(slots[:2]), ids[:2, None].expand(2, 3, 2).byte())
+
+
+def test_what_a_graph_captures_is_its_own_affair() -> None:
+    """Other forwards capture where they did, and their rows are filed behind them."""
+    rank, slots = OneRank(RankLayout()), torch.tensor([5, 9])
+    rank.graph(some_ids(2), slots)()
+    assert not rank._buffer.ids.any()
+    rank.route(some_ids(3, seed=1))
+    batch = SimpleNamespace(
+        out_cache_loc=torch.tensor([11, 12, 13]), forward_mode=ForwardMode.EXTEND
+    )
+    rank.on_forward_end(SimpleNamespace(graph_runner=None), batch, False)
+    assert torch.equal(rank.rows(batch.out_cache_loc)[:, 0], some_ids(3, seed=1).byte())
+    assert torch.equal(rank.rows(slots)[:, 0], some_ids(2).byte())
+
+
+def test_behind_a_replay_nothing_is_filed_again() -> None:
+    rank, slots = OneRank(RankLayout()), torch.tensor([5, 9])
+    rank.graph(some_ids(2), slots)()
+    rank._filer.file_step = None  # must not be called
+    rank.end(slots, requests=2)
+    rank.end(slots, requests=1, tokens=2)  # a verify step of one request
+
+
+def test_a_dp_rank_files_its_own_tokens() -> None:
+    rank, ids = OneRank(RankLayout(dp_rank=1, dp_size=3)), some_ids(6)
+    slots = torch.tensor([5, 9])
+    rank.graph(ids, slots)()
+    assert torch.equal(rank.rows(slots)[:, 0], ids[2:4].byte())
+
+
+def test_a_graph_of_too_many_tokens_is_filed_behind_it() -> None:
+    rank, slots = OneRank(RankLayout(), most_in_a_graph=3), torch.arange(1, 5)
+    rank.graph(some_ids(4), slots)()
+    assert rank.status(slots) == [kernels.UNFILED] * 4
+    rank.end(slots, requests=4)
+    assert torch.equal(rank.rows(slots)[:, 0], some_ids(4).byte())
+
+
+@pytest.mark.parametrize("tokens, layers", [(4, 2), (3, 3)], ids=["a layer missed", "other tokens"])
+def test_a_graph_that_misses_routing_is_bad_at_every_replay(
+    tokens: int, layers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank, slots = OneRank(RankLayout()), torch.arange(1, 5)
+    rank.graph(some_ids(tokens), slots, layers)()
+    assert "layer 2" in caplog.text
+    for _ in range(2):
+        rank.end(slots, requests=4)
+        assert rank.status(slots) == [kernels.BAD] * 4
+
+
+def test_a_forward_that_fails_leaves_the_layers_where_they_were() -> None:
+    rank = OneRank(RankLayout())
+
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError):
+        rank.in_graph(SimpleNamespace(out_cache_loc=torch.arange(1, 3)), fail)()
+    rank.route(some_ids(2))
+    assert rank._buffer.ids.any() and not rank._buffer.graph_ids.any()
