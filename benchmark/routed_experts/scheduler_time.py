@@ -151,9 +151,11 @@ def _tokens(*args: Any, **kwargs: Any) -> int | None:
 
 
 def _rows_sent(*args: Any, **kwargs: Any) -> int | None:
-    """How many rows a message of the scheduler's brings, itself or described; None if none."""
-    all_rows = next((r for arg in args if (r := getattr(arg, "routed_experts", None))), None)
-    return sum(rows.shape[0] for rows in all_rows if rows is not None) if all_rows else None
+    """How many rows a message of the scheduler's brings, itself or described; None if nobody's answer ends with it."""
+    if not any(reason for arg in args for reason in getattr(arg, "finished_reasons", None) or ()):
+        return None
+    all_rows = next((r for arg in args if (r := getattr(arg, "routed_experts", None))), ())
+    return sum(rows.shape[0] for rows in all_rows if rows is not None)
 
 
 def _write_when_asked(folder: Path) -> None:

@@ -90,10 +90,11 @@ class RowCollector:
         store = filer.store
         kernels.collect(store.units, store.status, slots.to(device), rows, block.header)
         self._mark_ready(block)
+        self._collect_constants = kernels.collect_constants(rows)
 
     def step_processed(self, filed: Event) -> None:
         """The scheduler now processes the step behind `filed`; what is collected waits for that."""
-        self._filed = filed
+        self._filed = filed if self._on_gpu else None
 
     def collect(self, req: Req, pool: ReqToTokenPool) -> RowsDescriptor:
         """The answer of a finished request: rows [start_len, prompt + completion - 1).
@@ -157,8 +158,10 @@ class RowCollector:
         earned: EarnedRows | None = getattr(req, "routed_experts_earned", None)
         sampled: EarnedRows | None = getattr(req, "routed_experts_sampled", None)
         first = min(max(earned.start + earned.count, start), end) if earned is not None else start
-        if self._on_gpu and self._filed is not None:
-            current_stream_waits(self._filed)
+        if self._filed is not None:
+            if not self._filed.query():
+                current_stream_waits(self._filed)
+            self._filed = None  # what else is collected of this step comes behind it on this stream
         self._collect(pool.req_to_token, req.req_pool_idx, first, end, block, first - start)
         for kept, since in ((earned, start), (sampled, first)):
             if kept is not None:
@@ -191,12 +194,13 @@ class RowCollector:
             return
         assert req_to_token.dtype == torch.int32
         kernels.launch_collect_at(
-            store.units,
-            store.status,
+            store.units.data_ptr(),
+            store.status.data_ptr(),
             req_to_token.data_ptr() + (row * req_to_token.stride(0) + first) * SLOT_BYTES,
-            end - first,
             block.address + HEADER_BYTES + offset * row_bytes,
             block.address + BAD_WORD * WORD_BYTES,
+            end - first,
+            self._collect_constants,
         )
 
     def _mark_ready(self, block: RowsBlock | PrivateBlock) -> None:

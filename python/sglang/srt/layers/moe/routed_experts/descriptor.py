@@ -37,7 +37,7 @@ class BlockRef(NamedTuple):
     generation: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RowsDescriptor:
     """One request's rows on their way to the answering process. Small, unless `data` is set.
 

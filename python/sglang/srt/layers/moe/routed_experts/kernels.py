@@ -207,24 +207,31 @@ def launch_collect(
 ) -> None:
     """The Triton side of `collect`."""
     assert slots.dtype == torch.int32
-    launch_collect_at(store, store_status, slots, out.shape[0], out, header[BAD_WORD:])
+    constants = collect_constants(out)
+    _launch_collect(
+        triton.cdiv(out.shape[0], constants[2]),
+        (store, store_status, slots, out, header[BAD_WORD:], out.shape[0]),
+        constants,
+        num_warps=4,
+    )
+
+
+def collect_constants(rows: torch.Tensor) -> tuple[int, int, int, int]:
+    """What names the variant of the collect kernel for rows [n, units] by `as_units`."""
+    block_u = triton.next_power_of_2(rows.shape[1])
+    return rows.shape[1], rows.itemsize, max(1, COLLECT_TILE // block_u), block_u
 
 
 def launch_collect_at(
-    store: torch.Tensor,
-    store_status: torch.Tensor,
-    slots: torch.Tensor | int,
+    store: int,
+    store_status: int,
+    slots: int,
+    out: int,
+    bad: int,
     num_rows: int,
-    out: torch.Tensor | int,
-    bad: torch.Tensor | int,
+    constants: tuple[int, int, int, int],
 ) -> None:
-    """`launch_collect` with tensors or, once a variant is compiled, with addresses."""
-    units = store.shape[1]
-    block_u = triton.next_power_of_2(units)
-    block_r = max(1, COLLECT_TILE // block_u)
-    _launch_collect(
-        triton.cdiv(num_rows, block_r),
-        (store, store_status, slots, out, bad, num_rows),
-        (units, store.itemsize, block_r, block_u),
-        num_warps=4,
-    )
+    """`launch_collect` by addresses, for a variant that has been launched with tensors before."""
+    programs = -(-num_rows // constants[2])
+    arguments = store, store_status, slots, out, bad, num_rows
+    _launch_collect(programs, arguments, constants, num_warps=4)
