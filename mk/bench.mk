@@ -7,7 +7,7 @@ BENCH_PYTHON ?= python3
 BENCH_ARGS ?=
 BENCH_PLACES = --trees $(BENCH_HOST)/trees --site $(BENCH_HOST)/site
 
-.PHONY: bench-archives bench bench-kernels bench-ranks bench-report
+.PHONY: bench-archives bench bench-kernels bench-graphs bench-ranks bench-report
 bench-archives: branch ## build/bench/*.tar.xz: all that a GPU host without a registry needs
 	@PYTHON='$(PYTHON)' $(BENCH)/prepare.sh
 
@@ -15,12 +15,18 @@ bench: ## on a GPU host: every figure, then the tables and the picture; BENCH_AR
 	@$(BENCH)/unpack.sh build/bench $(BENCH_HOST)
 	@$(BENCH_PYTHON) $(BENCH)/serving.py $(BENCH_PLACES) --time-scheduler \
 	    --results $(BENCH_RESULTS)/serving.json $(BENCH_ARGS)
-	@$(MAKE) --no-print-directory bench-kernels
+	@$(MAKE) --no-print-directory bench-kernels bench-graphs
 	@$(MAKE) --no-print-directory bench-report BENCH_REPORT_PYTHON=$(BENCH_PYTHON)
 
 bench-kernels: ## on a GPU host: how the kernels' cost grows
 	@$(BENCH)/unpack.sh build/bench $(BENCH_HOST)
 	@$(BENCH_PYTHON) $(BENCH)/kernels.py $(BENCH_PLACES) --results $(BENCH_RESULTS)/kernels.json
+
+bench-graphs: ## on a GPU host: GPU time that the flag adds to a decode step
+	@$(BENCH)/unpack.sh build/bench $(BENCH_HOST)
+	@SGLANG_IS_FLASHINFER_AVAILABLE=false HF_HUB_OFFLINE=1 \
+	    PYTHONPATH=$(CURDIR)/$(BENCH_HOST)/trees/ours/python:$(CURDIR)/$(BENCH_HOST)/site \
+	    $(BENCH_PYTHON) $(BENCH)/graph_pairs.py $(BENCH_PLACES) --results $(BENCH_RESULTS)/gpu/graph_pairs.json
 
 TP ?= 4
 bench-ranks: ## on a host of TP GPUs: the releases' own table

@@ -12,15 +12,14 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import picture
-import step_trace
+from costs import costs
 from growth import growth, table
 from results import ResultsError, merge, middle, paired_ratios
-from scheduler_time import REQUEST_CALLS, STEP_CALLS
 
 HERE = Path(__file__).resolve().parent
 Data = Mapping[str, Any]
@@ -37,12 +36,15 @@ OFF = {
     "ours-drafted": {"engine": "ours-drafted", "flag": False, "asked": "no"},
 }
 _BATCH = 64
-_LONG = 32_000  # tokens of a long request
 
 
 def figures(data: Data) -> str:
     """README's tables: throughput against the flag off, and what a step and a request cost."""
-    tables = _ratios(data, "output_tps", "output tok/s / flag off"), _costs(data), _caption(data)
+    tables = (
+        _ratios(data, "output_tps", "output tok/s / flag off"),
+        costs(data, RELEASES),
+        _caption(data),
+    )
     return "\n\n".join(filter(None, tables))
 
 
@@ -112,74 +114,12 @@ def _ratio(
     return f"{middle(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
 
 
-def _costs(data: Data) -> str:
-    engines = list(reversed(RELEASES))
-    lines = [
-        ["kernels added to a decode step of 64", *(_kernels(data, e, "count") for e in engines)],
-        ["their GPU time", *(_kernels(data, e, "us") for e in engines)],
-        [
-            "scheduler's thread, a decode step of 64",
-            *(_scheduler(data, e, STEP_CALLS, (0, _BATCH)) for e in engines),
-        ],
-        [
-            "scheduler's thread, a request of 32,000 rows ends",
-            *(_scheduler(data, e, REQUEST_CALLS, range(_LONG, _LONG + 200)) for e in engines),
-        ],
-        *(
-            [
-                f"longest gap of 32 others as 32,000 rows leave, less that as 500 leave, {name}",
-                *(_stall(data, e, asked) for e in engines),
-            ]
-            for asked, name in (("int32", "int32"), ("auto", "auto"), ("no", "no rows"))
-        ),
-    ]
-    return table(["", *(RELEASES[e] for e in engines)], lines)
-
-
-def _kernels(data: Data, engine: str, field: str) -> str:
-    steps = {(p["engine"], p["flag"]): p for p in data.get("profile", []) if p["batch"] == _BATCH}
-    on, off = steps.get((engine, True)), steps.get((OFF[engine]["engine"], False))
-    if not on or not off:
-        return ""
-    more = sum(each[field] for each in step_trace.added(off["by_name"], on["by_name"]))
-    return f"{more:.0f}" if field == "count" else f"{more:.1f} us"
-
-
-def _scheduler(data: Data, engine: str, calls: Sequence[str], tokens: Sequence[int]) -> str:
-    spent = [
-        entry["us"]
-        for entry in data.get("scheduler_time", [])
-        if entry["engine"] == engine and entry["call"] in calls and entry["tokens"] in tokens
-    ]
-    if not spent:
-        return ""
-    return f"{sum(spent) / 1e3:.2f} ms" if sum(spent) >= 1e3 else f"{sum(spent):.0f} us"
-
-
-def _stall(data: Data, engine: str, asked: str) -> str:
-    entries = {
-        entry["prompt_tokens"]: entry
-        for entry in data["stall"]
-        if (entry["engine"], entry["asked"]) == (engine, asked)
-    }
-    if not entries:
-        return ""
-    long, short = entries[max(entries)], entries[min(entries)]
-    gaps, usual = long["longest_gap_ms"], middle(short["longest_gap_ms"])
-    return (
-        f"{middle(gaps) - usual:+.1f} ms ({middle(gaps):.1f}, {max(gaps):.1f} at most; "
-        f"{middle(long['quiet_gap_ms']):.1f} in the steps before; {usual:.1f} as 500 leave)"
-    )
-
-
 def _caption(data: Data) -> str:
     software = ", ".join(f"{name} {version}" for name, version in data["software"].items())
     wrong = sum(bool(problem) for row in data["rows"] for problem in row["problems"])
     faults = f" In {wrong} runs rows were wrong or missing; see the JSON." if wrong else ""
-    machine = data["machine"]
     return (
-        f"{machine[:1].upper()}{machine[1:]}, {data['date']}, commit {data['commit'][:9]}. "
-        f"{data.get('model', '')}. 1,024 tokens in and 512 out (batch 256: 128 and 256). "
+        f"{', '.join(_when(data))}. {data.get('model', '')}. 1,024 tokens in and 512 out (batch 256: 128 and 256). "
         f"{_drafts(data)}"
         "Medians of ratios taken pair by pair, lowest and highest in brackets; below 1 is a loss "
         "of throughput, above 1 a later first token. 0.5.10.post1 is compared with our tree "
@@ -241,6 +181,29 @@ def put(text: str, marker: str, file: Path) -> bool:
     return bool(count)
 
 
+def _read(results: Path) -> dict[str, Any]:
+    """All results in a folder. The kernels' may be of another tree: they stand in tables of their own.
+
+    Raises:
+        ResultsError: there are none, or two do not go together.
+    """
+    kernels, pairs = results / "kernels.json", results / "gpu" / "graph_pairs.json"
+    files = sorted(set(results.glob("*.json")) - {kernels}) or [kernels]
+    data = {"rows": [], "stall": [], **merge(file for file in files if file.exists())}
+    if kernels.exists():
+        measured = json.loads(kernels.read_text())
+        data |= {name: measured[name] for name in ("kernels", "host_time") if name in measured}
+        data["kernels_of"] = ", ".join(_when(measured))
+    if pairs.exists():
+        data["graph_pairs"] = json.loads(pairs.read_text())["batches"]
+    return data
+
+
+def _when(data: Data) -> tuple[str, str, str]:
+    machine = data["machine"]
+    return f"{machine[:1].upper()}{machine[1:]}", data["date"], f"commit {data['commit'][:9]}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -249,10 +212,11 @@ def main() -> None:
     parser.add_argument("--into", type=Path, nargs="*", default=[], help="files with markers")
     arguments = parser.parse_args()
     try:
-        data = {"rows": [], "stall": [], **merge(sorted(arguments.results.glob("*.json")))}
+        data = _read(arguments.results)
     except ResultsError as error:
         sys.exit(f"error: {error}")
     texts = {"figures": figures(data), "absolute": absolute(data), "growth": growth(data)}
+    texts["growth"] += f"\n\n{data['kernels_of']}." if "kernels_of" in data else ""
     several = sorted(arguments.results.glob("tp*/serving.json"))
     texts["published"] = "\n\n".join(published(json.loads(file.read_text())) for file in several)
     for file in arguments.into:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from results import Results
 
 STEP_CALLS = ("before_graph", "on_forward_end", "copy_to_cpu", "on_result", "finalize")
-REQUEST_CALLS = ("collect", "get_routed_experts", "send_output")
+COLLECT_CALLS, SEND_CALLS = ("collect", "get_routed_experts"), ("send_output",)
 # What ours consist of. Only with SCHEDULER_TIME_PARTS=1, for the readings of the clock add up.
 PARTS = {
     "routed_experts.store.RowFiler": ("file_step", "filed_here"),
@@ -111,7 +111,7 @@ def wrap_everything() -> None:
 
     for owner in list(vars(routed_experts_capturer).values()):
         if inspect.isclass(owner) and owner.__module__ == routed_experts_capturer.__name__:
-            for name in (*STEP_CALLS, *REQUEST_CALLS):
+            for name in (*STEP_CALLS, *COLLECT_CALLS):
                 if inspect.isfunction(vars(owner).get(name)):
                     wrap(owner, name, _tokens)
     wrap(SenderWrapper, "send_output", _rows_sent)

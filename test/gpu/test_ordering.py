@@ -24,10 +24,8 @@ from sglang.srt.layers.moe.routed_experts.streams import SideStream
 
 SHAPE = RowShape(num_layers=6, top_k=4, num_experts=64)
 CAPACITY, NUM_SLOTS = 1024, 8192
-MANY, FEW = (
-    700,
-    200,
-)  # a prefill is packed and filed on the side stream, a decode step is filed at once
+MANY = 700  # a prefill is packed, and filed on the side stream
+FEW = 200  # a decode step is filed at once
 LONG = 200_000_000  # cycles: about 0.1 s
 
 

@@ -17,6 +17,7 @@ HEADER = {
     "model": "some shape",
     "software": {"torch": "2.11.0"},
 }
+TIME = {"us": 9.0, "us_p10": 8.0, "us_p90": 10.0}
 SHAPE = {"batch": 64, "input_len": 1024, "output_len": 512}
 
 
@@ -80,6 +81,36 @@ def test_drafts_have_lines_and_a_pair_of_their_own(tmp_path: Path) -> None:
     assert "| ours with drafts, not asked | 0.980 (0.980 to 0.980) |" in text
     assert "| ours, not asked | 0.900 (0.900 to 0.900) |" in text
     assert "2.99 to 2.99 tokens a step" in text
+
+
+def test_graphs_of_one_process_say_what_the_flag_adds(tmp_path: Path) -> None:
+    data = _results(tmp_path / "r.json")
+    data["graph_pairs"] = [
+        {
+            "batch": 64,
+            "recordings": [
+                {"variant": variant, "added_us": us}
+                for variant, us in (("off", -3.0), ("off", 3.0), ("on", 2.0), ("on", 8.0))
+            ],
+            "kernels": [
+                {"name": "ours", "on": [1, 2.64], "off": [0, 0.0]},
+                {"name": "another's", "on": [48, 90.0], "off": [48, 60.0]},
+            ],
+        }
+    ]
+    text = report.figures(data)
+    assert "| kernels added to a decode step of 64 |  |  | 1 |" in text
+    assert "| their GPU time |  |  | 2.6 us |" in text
+    assert "|  |  | +5 us (+2 to +8; without, -3 to +3) |" in text
+
+
+def test_kernels_of_another_tree_have_a_date_of_their_own(tmp_path: Path) -> None:
+    _results(tmp_path / "r.json")
+    kernels = Results(tmp_path / "kernels.json", {**HEADER, "tree": "u", "commit": "d" * 40})
+    kernels.replace("host_time", ("what",), [{"what": "collect", "tokens": 1, **TIME}])
+    command = [sys.executable, report.__file__, "--results", str(tmp_path)]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "commit ccccccccc" in text and "One GPU, 2026-12-01, commit ddddddddd." in text
 
 
 def test_wrong_rows_are_told(tmp_path: Path) -> None:

@@ -64,9 +64,9 @@ class RingSlot:
 class HostStore:
     """Rows by KV slot: uint8 [num_slots, row_bytes] in host memory, pinned at its exact size, and a status byte a slot.
 
-    Owner: `RowFiler` writes (side stream), `RowCollector` reads (schedule stream). Status bytes live on the device,
-    where both kernels run. torch's pinned allocator rounds up to a power of two, so the memory is a plain mapping
-    that is registered with CUDA.
+    Owner: `RowFiler` writes (side stream, forward stream and its graphs), `RowCollector` reads (schedule stream). Status
+    bytes live on the device, where the kernels run. torch's pinned allocator rounds up to a power of two, so the memory
+    is a plain mapping that is registered with CUDA.
     """
 
     def __init__(self, num_slots: int, shape: RowShape, device: str, stores: int = 1) -> None:
