@@ -45,7 +45,7 @@ class Scheduler:
                 continue
             block = arena.allocate(int(np.prod(SHAPE)))
             block.rows.numpy()[:] = rows_of(seed).reshape(-1)
-            channel.send(block.descriptor(dtype="uint8", shape=SHAPE, start_len=0, wanted=wanted))
+            channel.send(RowsDescriptor("uint8", SHAPE, 0, wanted, block=block.describe()))
             time.sleep(ready_after)
             block.header[READY_WORD] = 1
 

@@ -30,7 +30,7 @@ def filled(arena, shape=SHAPE, dtype="uint8", seed=0, ready=True):
 
 
 def described(block, shape=SHAPE, dtype="uint8", start_len=0, wanted="auto"):
-    return block.descriptor(dtype=dtype, shape=shape, start_len=start_len, wanted=wanted)
+    return RowsDescriptor(dtype, shape, start_len, wanted, block=block.describe())
 
 
 def segments_of(pid):

@@ -63,6 +63,7 @@ class PrivateBlock:
     """Rows outside shared memory, for when they travel in the message: same attributes as a RowsBlock."""
 
     def __init__(self, num_bytes: int, device: str) -> None:
+        self.num_bytes = num_bytes
         size = HEADER_BYTES + num_bytes
         memory = torch.empty(size, dtype=torch.uint8, pin_memory=device == "cuda")
         self.address = memory.data_ptr()
@@ -81,6 +82,7 @@ class RowCollector:
         self._device = device
         self._arena = arena
         self._on_gpu = device == "cuda"
+        self._dtype = shape.dtype_name
         self._filed: Event | None = None
         self._being_read: list[tuple[Event, tuple[EarnedRows | None, ...]]] = []
         self._warned = False
@@ -246,23 +248,24 @@ class RowCollector:
         self, req: Req, completion: int, block: RowsBlock | PrivateBlock | None
     ) -> RowsDescriptor:
         start, end = _wanted(req, completion)
-        common = dict(
-            dtype=self._shape.dtype_name,
-            shape=(max(end - start, 0), self._shape.num_layers, self._shape.top_k),
-            start_len=start,
-            wanted=req.routed_experts_dtype,
-            prompt_tokens=len(req.origin_input_ids),
+        shape = max(end - start, 0), self._shape.num_layers, self._shape.top_k
+        answer = RowsDescriptor(
+            self._dtype, shape, start, req.routed_experts_dtype, len(req.origin_input_ids)
         )
         if block is None:
-            return RowsDescriptor(**common)
+            return answer
+        assert block.num_bytes == shape[0] * self._shape.row_bytes
         if isinstance(block, RowsBlock):
-            return block.descriptor(**common)
+            answer.block = block.describe()
+            return answer
         collected = new_event(self._device)
         record_in_current(collected)
         collected.synchronize()
         if bool(block.header[BAD_WORD]):
-            return RowsDescriptor(**common, error=NOT_CAPTURED)
-        return RowsDescriptor(**common, data=block.rows.numpy().tobytes())
+            answer.error = NOT_CAPTURED
+        else:
+            answer.data = block.rows.numpy().tobytes()
+        return answer
 
     def _new_block(self, num_bytes: int) -> RowsBlock | PrivateBlock:
         block = self._arena.allocate(num_bytes) if self._arena is not None else None

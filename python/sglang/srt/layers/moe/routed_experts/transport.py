@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang.srt.layers.moe.routed_experts.descriptor import (
     GENERATION_WORD,
@@ -27,7 +27,6 @@ from sglang.srt.layers.moe.routed_experts.descriptor import (
     RELEASED_WORD,
     WORD_BYTES,
     BlockRef,
-    RowsDescriptor,
     memfd_name,
 )
 
@@ -51,10 +50,11 @@ _PAUSE_WHEN_FULL = 0.1  # seconds until all leases are looked at again
 class RowsBlock:
     """A stretch of shared memory for one request's rows, written by the scheduler's process.
 
-    Once `descriptor` was called the reader gives the block back; a block that is dropped before
+    Once `describe` was called the reader gives the block back; a block that is dropped before
     that returns to the arena by itself.
 
     Attributes:
+        num_bytes: of the rows.
         rows: torch.uint8 [num_bytes].
         header: torch.int32 [HEADER_WORDS].
         address: of the header; the rows begin HEADER_BYTES behind it.
@@ -62,12 +62,12 @@ class RowsBlock:
 
     def __init__(self, lease: _Lease, num_bytes: int) -> None:
         self._lease = lease
-        self._num_bytes = num_bytes
+        self.num_bytes = num_bytes
 
     @property
     def rows(self) -> torch.Tensor:
         first = self._lease.offset + HEADER_BYTES
-        return self._lease.segment.memory[first : first + self._num_bytes]
+        return self._lease.segment.memory[first : first + self.num_bytes]
 
     @property
     def header(self) -> torch.Tensor:
@@ -78,17 +78,11 @@ class RowsBlock:
     def address(self) -> int:
         return self._lease.segment.address + self._lease.offset
 
-    def descriptor(self, **fields: Any) -> RowsDescriptor:
-        """What the answering process needs to read this block, and to release it.
-
-        Args:
-            fields: of RowsDescriptor.
-        """
-        self._lease.described_at = self._lease.clock()
-        ref = self._lease.segment.reference(self._lease.offset, self._lease.generation)
-        descriptor = RowsDescriptor(**fields, block=ref)
-        assert descriptor.num_bytes == self._num_bytes
-        return descriptor
+    def describe(self) -> BlockRef:
+        """Where the answering process finds this block, which it is to release from now on."""
+        lease = self._lease
+        lease.described_at = lease.clock()
+        return lease.segment.reference(lease.offset, lease.generation)
 
     def __del__(self) -> None:
         self._lease.dropped = self._lease.described_at is None
@@ -232,7 +226,7 @@ class _Segment:
         import torch
 
         self.num_bytes = num_bytes
-        self._name = secrets.token_hex(8)
+        self._name, self._pid = secrets.token_hex(8), os.getpid()
         self._fd = os.memfd_create(memfd_name(self._name), os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self._fd)
         os.ftruncate(self._fd, num_bytes)
@@ -246,7 +240,7 @@ class _Segment:
         self._free: list[tuple[int, int]] = [(0, num_bytes)]
 
     def reference(self, offset: int, generation: int) -> BlockRef:
-        return BlockRef(os.getpid(), self._fd, self._name, self.num_bytes, offset, generation)
+        return BlockRef(self._pid, self._fd, self._name, self.num_bytes, offset, generation)
 
     def word(self, offset: int, index: int) -> int:
         """A word of the header at `offset`."""
