@@ -83,18 +83,25 @@ def record(runner: ModelRunner, variant: str, turn: int) -> Recording:
     buffer, close = capturer._buffer, capturer._buffer.graph_ids
     configs = [m.topk_config for m in capture.find_topk_modules(runner.model).values()]
     bound = [getattr(config, capture._ATTRIBUTE) for config in configs]
+
+    def capture_in_graphs_into(ids: torch.Tensor) -> None:
+        buffer.graph_ids = ids
+        for layer in bound:
+            layer._places = buffer.ids[layer.layer], ids[layer.layer]
+
     if variant == "off":
         runner.routed_experts_capturer = ours.RoutedExpertsCapturer()
         for config in configs:
             delattr(config, capture._ATTRIBUTE)
     elif variant == "apart":
-        buffer.graph_ids = buffer.ids
+        capture_in_graphs_into(buffer.ids)
     try:
         graphs.graphs, graphs.output_buffers = {}, {}
         with model_capture_mode():
             graphs.capture()
     finally:
-        runner.routed_experts_capturer, buffer.graph_ids = capturer, close
+        runner.routed_experts_capturer = capturer
+        capture_in_graphs_into(close)
         for config, layer in zip(configs, bound):
             setattr(config, capture._ATTRIBUTE, layer)
     return Recording(variant, turn, dict(graphs.graphs), dict(graphs.output_buffers))

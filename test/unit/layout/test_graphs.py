@@ -11,7 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang.srt.layers.moe.routed_experts import kernels
 from sglang.srt.layers.moe.routed_experts.capture import CaptureBuffer, LayerCapture
-from sglang.srt.layers.moe.routed_experts.graphs import SelfFilingGraphs
+from sglang.srt.layers.moe.routed_experts.graphs import self_filing_graphs
 from sglang.srt.layers.moe.routed_experts.layout import RankLayout
 from sglang.srt.layers.moe.routed_experts.shape import RowShape
 from sglang.srt.layers.moe.routed_experts.store import RowFiler
@@ -32,7 +32,8 @@ class OneRank(_TargetCapturer):
         self._all_reached, self._logged, self._gather = False, set(), None
         self._filer = RowFiler(MOST, SHAPE, "cpu")
         self._filer.open(SLOTS)
-        self._graphs = SelfFilingGraphs(rank, self._buffer, self._layers, self._filer)
+        self._graphs = self_filing_graphs(rank, self._buffer, self._layers, self._filer, None)
+        self._replayed = None
 
     def route(self, ids: torch.Tensor, layers: int = 3) -> None:
         for layer in self._layers[:layers]:
@@ -48,12 +49,14 @@ class OneRank(_TargetCapturer):
         return self.in_graph(SimpleNamespace(out_cache_loc=slots), run_once)
 
     def end(self, slots: torch.Tensor, requests: int, tokens: int = 1) -> None:
-        """Behind the replay of the graph of so many padded requests."""
-        runner = SimpleNamespace(
-            graph_runner=SimpleNamespace(bs=requests, num_tokens_per_bs=tokens)
-        )
+        """Around the replay of the graph of so many padded requests."""
+        self.before_graph(requests, tokens)
         batch = SimpleNamespace(out_cache_loc=slots, forward_mode=ForwardMode.DECODE)
-        self.on_forward_end(runner, batch, True)
+        self.on_forward_end(batch, True)
+
+    def end_without(self, slots: torch.Tensor, can_run_graph: bool = False) -> None:
+        """Behind a forward that was no decode graph's, but perhaps a piecewise graph's."""
+        self.on_forward_end(SimpleNamespace(out_cache_loc=slots), can_run_graph)
 
     def status(self, slots: torch.Tensor) -> list[int]:
         return self._filer.store.status[slots].tolist()
@@ -85,11 +88,8 @@ def test_what_a_graph_captures_is_its_own_affair() -> None:
     rank.graph(some_ids(2), slots)()
     assert not rank._buffer.ids.any()
     rank.route(some_ids(3, seed=1))
-    batch = SimpleNamespace(
-        out_cache_loc=torch.tensor([11, 12, 13]), forward_mode=ForwardMode.EXTEND
-    )
-    rank.on_forward_end(SimpleNamespace(graph_runner=None), batch, False)
-    assert torch.equal(rank.rows(batch.out_cache_loc)[:, 0], some_ids(3, seed=1).byte())
+    rank.end_without(later := torch.tensor([11, 12, 13]))
+    assert torch.equal(rank.rows(later)[:, 0], some_ids(3, seed=1).byte())
     assert torch.equal(rank.rows(slots)[:, 0], some_ids(2).byte())
 
 
@@ -138,3 +138,34 @@ def test_a_forward_that_fails_leaves_the_layers_where_they_were() -> None:
         rank.in_graph(SimpleNamespace(out_cache_loc=torch.arange(1, 3)), fail)()
     rank.route(some_ids(2))
     assert rank._buffer.ids.any() and not rank._buffer.graph_ids.any()
+
+
+def test_a_piecewise_graph_is_not_taken_for_the_last_decode_graph() -> None:
+    """A verify step too large for the decode graphs may run in one, and its slots have had rows before."""
+    rank = OneRank(RankLayout())
+    rank.graph(some_ids(4), torch.arange(5, 9))()
+    rank.end(torch.arange(5, 9), requests=2, tokens=2)
+    for seed in (3, 4):
+        rank.route(some_ids(6, seed))
+        rank.end_without(slots := torch.arange(20, 26), can_run_graph=True)
+        assert torch.equal(rank.rows(slots)[:, 0], some_ids(6, seed).byte())
+
+
+def test_a_graph_that_files_comes_behind_what_the_side_stream_files() -> None:
+    rank, waits = OneRank(RankLayout(), most_in_a_graph=3), []
+    rank._filer.wait_for_earlier = lambda: waits.append(None)
+    for tokens in (2, 4):  # of the second, nothing is filed inside
+        rank.graph(some_ids(tokens), torch.arange(1, 1 + tokens))()
+        rank.before_graph(tokens, 1)
+    assert len(waits) == 1
+
+
+@pytest.mark.parametrize("lacks", ["filer", "no gather", "no plan stream"])
+def test_where_steps_are_filed_behind_their_graphs(
+    lacks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = OneRank(RankLayout())
+    monkeypatch.setenv("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", str(int(lacks == "no plan stream")))
+    filer = None if lacks == "filer" else rank._filer
+    gather = object() if lacks == "no gather" else None
+    assert self_filing_graphs(rank._rank, rank._buffer, rank._layers, filer, gather) is None

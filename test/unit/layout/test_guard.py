@@ -17,7 +17,6 @@ from sglang.srt.layers.moe.routed_experts_capturer import _TargetCapturer
 
 SHAPE = RowShape(num_layers=3, top_k=2, num_experts=8)
 MOST, SLOTS = 8, 40
-EAGER = SimpleNamespace(graph_runner=None)
 
 
 class OneRank(_TargetCapturer):
@@ -30,7 +29,7 @@ class OneRank(_TargetCapturer):
         self._all_reached, self._logged, self._gather = False, set(), None
         self._filer = RowFiler(MOST, SHAPE, "cpu")
         self._filer.open(SLOTS)
-        self._graphs = None
+        self._graphs = self._replayed = None
 
     def forward(self, tokens: list[int], cache_loc: torch.Tensor, counts: list[int]) -> list[int]:
         """Layer i routes `tokens[i]` tokens. Returns the status of the forward's KV slots."""
@@ -40,7 +39,7 @@ class OneRank(_TargetCapturer):
         batch = SimpleNamespace(
             out_cache_loc=cache_loc, global_num_tokens_cpu=counts, forward_mode=ForwardMode.EXTEND
         )
-        self.on_forward_end(EAGER, batch, False)
+        self.on_forward_end(batch, False)
         return self._filer.store.status[cache_loc].tolist()
 
 

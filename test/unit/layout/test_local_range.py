@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang.srt.layers import dp_attention
 from sglang.srt.layers.moe.routed_experts import kernels
@@ -19,7 +18,6 @@ from sglang.srt.layers.moe.routed_experts.layout import (
     RankLayout,
     get_local_range,
     num_sparse_tokens,
-    replayed_decode_graph,
 )
 from unit.layout.conftest import FIRST_SLOT, PaddedBatch
 
@@ -131,25 +129,6 @@ def test_padding_rows_have_slot_zero(pad: Pad) -> None:
 def test_an_idle_rank_files_nothing(pad: Pad) -> None:
     batch = pad((0, 9), 0).batch
     assert batch.forward_mode.is_idle() and not batch.out_cache_loc.any()
-
-
-@pytest.mark.parametrize(
-    "mode, can_run, runner, answer",
-    [
-        (ForwardMode.DECODE, True, (8, 1), (8, 1)),
-        (ForwardMode.TARGET_VERIFY, True, (8, 4), (8, 4)),
-        (ForwardMode.IDLE, True, (8, 4), (8, 4)),
-        (ForwardMode.DECODE, False, (8, 1), None),  # eager, beyond the largest graph
-        (ForwardMode.EXTEND, True, (8, 1), None),  # a piecewise graph: the runner's are stale
-        (ForwardMode.EXTEND, False, (8, 1), None),
-        (ForwardMode.DECODE, True, None, None),  # no CUDA graphs at all
-    ],
-    ids=str,
-)
-def test_only_a_replayed_decode_graph_counts(mode, can_run, runner, answer) -> None:
-    graphs = None if runner is None else SimpleNamespace(bs=runner[0], num_tokens_per_bs=runner[1])
-    model_runner, batch = SimpleNamespace(graph_runner=graphs), SimpleNamespace(forward_mode=mode)
-    assert replayed_decode_graph(model_runner, batch, can_run) == answer
 
 
 @pytest.mark.parametrize(

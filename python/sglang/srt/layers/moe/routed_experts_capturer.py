@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from sglang.srt.environ import envs
 from sglang.srt.layers.dp_attention import get_attention_tp_group
 
 from sglang.srt.layers.moe.routed_experts import capture, layout, policy
@@ -23,7 +22,7 @@ from sglang.srt.layers.moe.routed_experts.capture import (  # noqa: F401
 )
 from sglang.srt.layers.moe.routed_experts.collector import RowCollector
 from sglang.srt.layers.moe.routed_experts.gather import RowGather
-from sglang.srt.layers.moe.routed_experts.graphs import SelfFilingGraphs
+from sglang.srt.layers.moe.routed_experts.graphs import SelfFilingGraphs, self_filing_graphs
 from sglang.srt.layers.moe.routed_experts.metrics import report_memory
 from sglang.srt.layers.moe.routed_experts.store import RowFiler
 from sglang.srt.layers.moe.routed_experts.streams import Event
@@ -68,11 +67,11 @@ class RoutedExpertsCapturer:
         """What to record in a decode CUDA graph in place of `run_once`, a forward of `forward_batch`."""
         return run_once
 
-    def before_graph(self) -> None:
-        """On the forward stream, before a decode CUDA graph is replayed."""
+    def before_graph(self, num_requests: int, tokens_each: int) -> None:
+        """On the forward stream, before the decode CUDA graph of so many (padded) requests is replayed."""
 
     def on_forward_end(
-        self, model_runner: ModelRunner, forward_batch: ForwardBatch, can_run_graph: bool
+        self, forward_batch: ForwardBatch, can_run_graph: bool
     ) -> RoutedExpertsOutput | None:
         """On the forward stream, after each forward of this model runner."""
         return None
@@ -154,10 +153,10 @@ class _TargetCapturer(RoutedExpertsCapturer):
             self._filer = RowFiler(
                 per_rank, self._shape, model_runner.device, width, self._waits_in_place
             )
-        # With a plan stream, the base may write a graph's KV slots while the last replay still reads them.
-        self._graphs: SelfFilingGraphs | None = None
-        if self._filer and not self._gather and not envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get():
-            self._graphs = SelfFilingGraphs(rank, self._buffer, self._layers, self._filer)
+        self._graphs: SelfFilingGraphs | None = self_filing_graphs(
+            rank, self._buffer, self._layers, self._filer, self._gather
+        )
+        self._replayed: tuple[int, int] | None = None
         parts = (self._buffer, self._gather, self._filer)
         size = sum(part.num_bytes for part in parts if part is not None)
         joined = f", joined over {rank.group_size} ranks" if self._gather else ""
@@ -186,17 +185,18 @@ class _TargetCapturer(RoutedExpertsCapturer):
     def in_graph(self, forward_batch: ForwardBatch, run_once: Callable[[], T]) -> Callable[[], T]:
         return self._graphs.record(forward_batch, run_once) if self._graphs else run_once
 
-    def before_graph(self) -> None:
-        if self._graphs:
+    def before_graph(self, num_requests: int, tokens_each: int) -> None:
+        self._replayed = num_requests, tokens_each
+        if self._graphs and self._graphs.filed(num_requests * tokens_each):
             self._filer.wait_for_earlier()
 
     def on_forward_end(
-        self, model_runner: ModelRunner, forward_batch: ForwardBatch, can_run_graph: bool
+        self, forward_batch: ForwardBatch, can_run_graph: bool
     ) -> RoutedExpertsOutput | None:
+        graph, self._replayed = self._replayed, None
         cache_loc = forward_batch.out_cache_loc
         if cache_loc is None:
             return None
-        graph = layout.replayed_decode_graph(model_runner, forward_batch, can_run_graph)
         by_graph = self._graphs.filed(math.prod(graph)) if graph and self._graphs else None
         if by_graph:
             return RoutedExpertsOutput(self._filer.filed_here())

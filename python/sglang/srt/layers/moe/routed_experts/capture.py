@@ -32,8 +32,8 @@ class CaptureBuffer:
     Attributes:
         ids: int32 [layers, capacity, width]. Read behind the forward, on the same stream.
         graph_ids: int32 [layers, MOST_SPREAD_TOKENS at most, width], of decode CUDA graphs that file their own rows
-            (graphs.py): written and read inside one graph. The layers' parts lie close together, so that they share the pages that
-            a step of one token touches; in `ids` they lie a prefill chunk apart.
+            (graphs.py): written and read inside one graph. The layers' parts lie closer together than in `ids`, where
+            a prefill chunk fits between: some 5 us a step less (benchmark/routed_experts/graph_pairs.py, "apart").
     """
 
     def __init__(self, shape: RowShape, capacity: int, width: int, device: str) -> None:
@@ -56,11 +56,14 @@ class LayerCapture:
         self.name = name
         self.direct = direct
         self.num_tokens = 0  # of the last forward that ran eagerly, or was recorded in a CUDA graph
-        self.point_at(buffer.ids)
+        self.in_graph = (
+            False  # capture into `graph_ids`: set while a graph that files its rows is recorded
+        )
+        self._places = buffer.ids[layer], buffer.graph_ids[layer]
 
-    def point_at(self, ids: torch.Tensor) -> None:
-        """Capture into `ids` [layers, tokens, width] from now on: what is recorded in a CUDA graph stays there."""
-        self._rows = ids[self.layer]
+    @property
+    def _rows(self) -> torch.Tensor:
+        return self._places[self.in_graph]
 
     @property
     def reached(self) -> bool:

@@ -5,7 +5,8 @@
 `filed` is that of the step being processed, not of the step in flight, so an answer never waits for the next forward.
 The request's KV slots, and its row of `req_to_token`, are free at once. Whoever gets them comes later: the scheduler
 assigns slots on this stream, and each of its forwards waits for this stream first, and so for the collects on it.
-Nothing here waits on the host, and nothing here changes what the scheduler runs or frees.
+Nothing here waits on the host, and nothing here changes what the scheduler runs or frees. Where the base's scheduler itself
+waits for its stream (it sums up the lengths of a batch that some requests have left), it waits for the collects on it too.
 """
 
 from __future__ import annotations
@@ -92,6 +93,8 @@ class RowCollector:
         store = filer.store
         kernels.collect(store.units, store.status, slots.to(device), rows, block.header)
         self._mark_ready(block)
+        if self._on_gpu:
+            torch.cuda.synchronize()  # before `block` is let go of
         self._collect_constants = kernels.collect_constants(rows)
 
     def step_processed(self, filed: Event) -> None:

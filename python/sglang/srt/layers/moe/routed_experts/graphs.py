@@ -12,9 +12,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from sglang.srt.environ import envs
 
 from sglang.srt.layers.moe.routed_experts import layout
 from sglang.srt.layers.moe.routed_experts.capture import CaptureBuffer, LayerCapture
+from sglang.srt.layers.moe.routed_experts.gather import RowGather
 from sglang.srt.layers.moe.routed_experts.layout import RankLayout
 from sglang.srt.layers.moe.routed_experts.store import RowFiler
 
@@ -69,12 +71,12 @@ class SelfFilingGraphs:
         def run_and_file() -> T:
             for layer in self._layers:
                 layer.num_tokens = 0
-                layer.point_at(ids)
+                layer.in_graph = True
             try:
                 output = run_once()
             finally:
                 for layer in self._layers:
-                    layer.point_at(self._buffer.ids)
+                    layer.in_graph = False
             missed = [layer.name for layer in self._layers if layer.num_tokens != num_tokens]
             self._filed[padded] = not missed
             if missed:
@@ -87,3 +89,17 @@ class SelfFilingGraphs:
             return output
 
         return run_and_file
+
+
+def self_filing_graphs(
+    rank: RankLayout,
+    buffer: CaptureBuffer,
+    layers: list[LayerCapture],
+    filer: RowFiler | None,
+    gather: RowGather | None,
+) -> SelfFilingGraphs | None:
+    """None where steps are filed behind their graph: a gather is not recorded with it, and with a plan stream the base
+    may write a graph's KV slots while the last replay still reads them."""
+    if filer is None or gather is not None or envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get():
+        return None
+    return SelfFilingGraphs(rank, buffer, layers, filer)

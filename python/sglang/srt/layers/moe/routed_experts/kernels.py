@@ -49,7 +49,8 @@ def pack(
     """Turn `len(cache_loc)` tokens of the capture buffer into rows, beside their KV slots and their status.
 
     Args:
-        buffer: int32 [layers, capacity, width], a layer's part contiguous; columns from top_k on are fused shared experts: dropped.
+        buffer: int32 [layers, capacity, width], a layer's part contiguous; columns from top_k on are fused shared
+            experts: dropped.
         first_row: this rank's first token in the buffer.
         cache_loc: int64 [n], KV slot of each token.
         rows: uint8 or uint16 [>= n, layers * top_k], contiguous, written.

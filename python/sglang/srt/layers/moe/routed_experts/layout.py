@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-    from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
 
@@ -93,7 +92,7 @@ def get_local_range(
         layout: this rank's.
         forward_batch: after its forward; padding tokens have KV slot 0.
         decode_graph: (padded requests, tokens a request) of the CUDA graph that was replayed, None
-            without one. Piecewise graphs count as none: the runner's numbers are stale there.
+            without one. Piecewise graphs count as none.
 
     From counts that the host has. In a graph every DP rank has the same padded number of tokens.
     Without one, `global_num_tokens_cpu` holds what each rank was padded to (to a multiple of the
@@ -124,13 +123,3 @@ def num_sparse_tokens(
     if layout.gathered:
         return own * layout.dp_size
     return own // layout.group_size if layout.scattered else own
-
-
-def replayed_decode_graph(
-    model_runner: ModelRunner, forward_batch: ForwardBatch, can_run_graph: bool
-) -> tuple[int, int] | None:
-    """(padded requests, tokens a request) if this forward replayed a decode CUDA graph."""
-    runner = model_runner.graph_runner
-    if not can_run_graph or runner is None or not forward_batch.forward_mode.is_cuda_graph():
-        return None
-    return runner.bs, runner.num_tokens_per_bs

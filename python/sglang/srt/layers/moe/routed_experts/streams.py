@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+_NEEDS_DRIVER = "--enable-return-routed-experts needs a GPU driver of CUDA 12 or later"
 _streams: dict[tuple[int, int], torch.cuda.Stream] = {}
 
 
@@ -89,14 +90,14 @@ def write_word_in_current(address: int, value: int) -> None:
     """
     status = _stream_write_value()(current_handle(), address, value, 0)
     if status != 0:
-        raise RuntimeError(
-            f"--enable-return-routed-experts: cuStreamWriteValue32 failed with error {status}; it needs a GPU driver "
-            "of CUDA 12 or later"
-        )
+        raise RuntimeError(f"{_NEEDS_DRIVER}: cuStreamWriteValue32 failed with error {status}")
 
 
 @functools.cache
 def _stream_write_value() -> Callable[[int, int, int, int], int]:
-    function = ctypes.CDLL("libcuda.so.1").cuStreamWriteValue32_v2
+    try:
+        function = ctypes.CDLL("libcuda.so.1").cuStreamWriteValue32_v2
+    except (OSError, AttributeError) as error:
+        raise RuntimeError(f"{_NEEDS_DRIVER}: {error}") from error
     function.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
     return function
