@@ -87,7 +87,7 @@ def record(runner: ModelRunner, variant: str, turn: int) -> Recording:
     def capture_in_graphs_into(ids: torch.Tensor) -> None:
         buffer.graph_ids = ids
         for layer in bound:
-            layer._places = buffer.ids[layer.layer], ids[layer.layer]
+            layer.places = buffer.ids[layer.layer], ids[layer.layer]
 
     if variant == "off":
         runner.routed_experts_capturer = ours.RoutedExpertsCapturer()

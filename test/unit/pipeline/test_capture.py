@@ -151,3 +151,23 @@ def test_width_counts_fused_shared_experts() -> None:
 )
 def test_layer_index(name: str, layer_id: int | None, expected: int | None) -> None:
     assert capture.layer_index(name, layer_id) == expected
+
+
+def test_a_traced_graph_captures_as_other_forwards_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Piecewise CUDA graphs are traced, once, whatever decode graphs were recorded before and after."""
+    ids, topk = buffer(capacity=9), TopK(2, layer_id=1)
+    (layer,) = capture.bind_layers(model(topk), SHAPE, ids, direct=True)
+    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
+
+    @torch.compile(fullgraph=True, backend="eager", dynamic=True)
+    def route(chosen: torch.Tensor) -> torch.Tensor:
+        assert not capture.direct_topk_output(topk.topk_config, chosen)
+        capture.capture_topk_ids(topk.topk_config, chosen * 1)
+        return chosen + 1
+
+    for in_graph, tokens in ((False, 6), (True, 2), (False, 7)):
+        chosen = torch.randint(1, 8, (tokens, 2), dtype=torch.int32)
+        layer.in_graph = in_graph
+        (layer.write if in_graph else route)(chosen)
+        assert torch.equal((ids.graph_ids if in_graph else ids.ids)[1, :tokens], chosen)
+    assert not ids.graph_ids[1, 2:].any()

@@ -56,14 +56,13 @@ class LayerCapture:
         self.name = name
         self.direct = direct
         self.num_tokens = 0  # of the last forward that ran eagerly, or was recorded in a CUDA graph
-        self.in_graph = (
-            False  # capture into `graph_ids`: set while a graph that files its rows is recorded
-        )
-        self._places = buffer.ids[layer], buffer.graph_ids[layer]
+        self.in_graph = False  # set while a decode graph that files its own rows is recorded
+        self.places = buffer.ids[layer], buffer.graph_ids[layer]
 
     @property
     def _rows(self) -> torch.Tensor:
-        return self._places[self.in_graph]
+        # Dynamo, which traces this for piecewise CUDA graphs, takes no bool for an index.
+        return self.places[1] if self.in_graph else self.places[0]
 
     @property
     def reached(self) -> bool:
