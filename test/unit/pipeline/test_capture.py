@@ -167,7 +167,7 @@ def test_a_traced_graph_captures_as_other_forwards_do(monkeypatch: pytest.Monkey
 
     for in_graph, tokens in ((False, 6), (True, 2), (False, 7)):
         chosen = torch.randint(1, 8, (tokens, 2), dtype=torch.int32)
-        layer.in_graph = in_graph
+        layer.capture_for(in_graph)
         (layer.write if in_graph else route)(chosen)
         assert torch.equal((ids.graph_ids if in_graph else ids.ids)[1, :tokens], chosen)
     assert not ids.graph_ids[1, 2:].any()

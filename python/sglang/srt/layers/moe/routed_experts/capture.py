@@ -56,13 +56,12 @@ class LayerCapture:
         self.name = name
         self.direct = direct
         self.num_tokens = 0  # of the last forward that ran eagerly, or was recorded in a CUDA graph
-        self.in_graph = False  # set while a decode graph that files its own rows is recorded
         self.places = buffer.ids[layer], buffer.graph_ids[layer]
+        self._rows = self.places[0]
 
-    @property
-    def _rows(self) -> torch.Tensor:
-        # Dynamo, which traces this for piecewise CUDA graphs, takes no bool for an index.
-        return self.places[1] if self.in_graph else self.places[0]
+    def capture_for(self, graph: bool) -> None:
+        """From now on into `graph_ids`, while a decode graph that files its own rows is recorded; or into `ids` again."""
+        self._rows = self.places[int(graph)]
 
     @property
     def reached(self) -> bool:

@@ -71,12 +71,12 @@ class SelfFilingGraphs:
         def run_and_file() -> T:
             for layer in self._layers:
                 layer.num_tokens = 0
-                layer.in_graph = True
+                layer.capture_for(graph=True)
             try:
                 output = run_once()
             finally:
                 for layer in self._layers:
-                    layer.in_graph = False
+                    layer.capture_for(graph=False)
             missed = [layer.name for layer in self._layers if layer.num_tokens != num_tokens]
             self._filed[padded] = not missed
             if missed:
