@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
+from sglang.srt.model_executor.forward_batch_info import ForwardMode, PPProxyTensors
 
 from sglang.srt.layers.moe.routed_experts import kernels
 from sglang.srt.layers.moe.routed_experts.capture import CaptureBuffer, LayerCapture
@@ -169,3 +170,28 @@ def test_where_steps_are_filed_behind_their_graphs(
     filer = None if lacks == "filer" else rank._filer
     gather = object() if lacks == "no gather" else None
     assert self_filing_graphs(rank._rank, rank._buffer, rank._layers, filer, gather) is None
+
+
+def test_the_base_says_which_graph_it_replays() -> None:
+    """By the code of its runner. Nothing is filed behind the replay then."""
+    rank, ids, slots = OneRank(RankLayout()), some_ids(4), torch.tensor([5, 9, 0, 0])
+    recorded = rank.graph(ids, slots)
+    recorded()
+    runner = CudaGraphRunner.__new__(CudaGraphRunner)
+    vars(runner).update(
+        model_runner=SimpleNamespace(routed_experts_capturer=rank),
+        deepep_adapter=SimpleNamespace(replay=lambda: None),
+        replay_prepare=lambda *_: None,
+        enable_pdmux=False,
+        num_tokens_per_bs=2,
+        bs=2,
+        graphs={2: SimpleNamespace(replay=recorded)},
+        output_buffers={2: PPProxyTensors({})},
+    )
+    rank._filer.file_step = None  # must not be called
+    for seed in (1, 2):
+        ids.copy_(some_ids(4, seed))
+        batch = SimpleNamespace(out_cache_loc=slots[:2])
+        runner.replay(batch)
+        rank.on_forward_end(batch, True)
+        assert torch.equal(rank.rows(slots[:2])[:, 0], ids[:2].byte())
