@@ -24,9 +24,7 @@ bench-kernels: ## on a GPU host: how the kernels' cost grows
 
 bench-graphs: ## on a GPU host: GPU time that the flag adds to a decode step
 	@$(BENCH)/unpack.sh build/bench $(BENCH_HOST)
-	@SGLANG_IS_FLASHINFER_AVAILABLE=false HF_HUB_OFFLINE=1 \
-	    PYTHONPATH=$(CURDIR)/$(BENCH_HOST)/trees/ours/python:$(CURDIR)/$(BENCH_HOST)/site \
-	    $(BENCH_PYTHON) $(BENCH)/graph_pairs.py $(BENCH_PLACES) --results $(BENCH_RESULTS)/gpu/graph_pairs.json
+	@$(BENCH_PYTHON) $(BENCH)/graph_pairs.py $(BENCH_PLACES) --results $(BENCH_RESULTS)/gpu/graph_pairs.json
 
 TP ?= 4
 bench-ranks: ## on a host of TP GPUs: the releases' own table

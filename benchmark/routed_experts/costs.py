@@ -12,17 +12,22 @@ from scheduler_time import COLLECT_CALLS, SEND_CALLS, STEP_CALLS
 
 Data = Mapping[str, Any]
 
+RELEASES = {"ours": "ours", "peer": "0.5.11", "base": "0.5.10.post1"}
+# What a row is compared with: the same engine without the flag, but the base with our tree (session
+# "base"), which does nothing then either; session "off" says whether that is so.
+OFF = {
+    "ours": {"engine": "ours", "flag": False, "asked": "no"},
+    "peer": {"engine": "peer", "flag": False, "asked": "no"},
+    "base": {"engine": "ours", "flag": False, "asked": "no"},
+    "ours-drafted": {"engine": "ours-drafted", "flag": False, "asked": "no"},
+}
 _BATCH = 64
 _LONG = 32_000  # tokens of a long request
 
 
-def costs(data: Data, releases: Mapping[str, str]) -> str:
-    """What a decode step, a request's end and a stall cost, a column an engine.
-
-    Args:
-        releases: the name of each engine.
-    """
-    engines = list(reversed(releases))
+def costs(data: Data) -> str:
+    """What a decode step, a request's end and a stall cost, a column an engine."""
+    engines = list(reversed(RELEASES))
     lines = [
         ["kernels added to a decode step of 64", *(_kernels(data, e, "count") for e in engines)],
         ["their GPU time", *(_kernels(data, e, "us") for e in engines)],
@@ -53,12 +58,12 @@ def costs(data: Data, releases: Mapping[str, str]) -> str:
             for asked, name in (("int32", "int32"), ("auto", "auto"), ("no", "no rows"))
         ),
     ]
-    return table(["", *(releases[e] for e in engines)], lines)
+    return table(["", *(RELEASES[e] for e in engines)], lines)
 
 
 def _kernels(data: Data, engine: str, field: str) -> str:
     steps = {(p["engine"], p["flag"]): p for p in data.get("profile", []) if p["batch"] == _BATCH}
-    on, off = steps.get((engine, True)), steps.get(("ours" if engine == "base" else engine, False))
+    on, off = steps.get((engine, True)), steps.get((OFF[engine]["engine"], False))
     pairs = next((p for p in data.get("graph_pairs", []) if p["batch"] == _BATCH), None)
     if engine == "ours" and pairs:
         which = ("count", "us").index(field)

@@ -2,8 +2,8 @@
 
     python graph_pairs.py --trees DIR --site DIR --results FILE [--layers N]
 
-Two servers differ by up to 2% in where their weights lie, ten times what is to be seen. Here one
-process loads the model once and records its decode graphs several times, in turn:
+Two servers differ in where their weights lie, by more than what is to be seen. Here one process
+loads the model once and records its decode graphs several times, in turn:
 
     off     nothing captured
     on      as served: ids captured, packed and filed by the graph
@@ -15,6 +15,7 @@ All are replayed over the same weights, the same KV cache and the same activatio
 from __future__ import annotations
 
 import json
+import os
 import random
 import statistics
 import sys
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import options
 import torch
+from results import Results
 from servers import Engine
 
 if TYPE_CHECKING:
@@ -221,28 +223,30 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("error: no GPU here")
-    setup = options.setup(arguments, timed=False)
+    setup, engine = options.setup(arguments, timed=False), Engine("ours", True)
+    os.environ.update(setup.environment(engine))
     # SGLang must not find the files beside this one instead of packages of the same name.
     sys.path[:] = [path for path in sys.path if path != str(Path(__file__).resolve().parent)]
     sys.path[:0] = [
         str(setup.trees / "ours" / "python"),
         *([str(setup.site)] if setup.site else []),
     ]
-    runner = load([*setup.arguments(Engine("ours", True)), "--cuda-graph-bs", *map(str, BATCHES)])
+    runner = load([*setup.arguments(engine), "--cuda-graph-bs", *map(str, BATCHES)])
     for keys in runner.token_to_kv_pool.k_buffer + runner.token_to_kv_pool.v_buffer:
         keys.normal_(std=0.1)
     random.seed(0)
     recordings = [
         record(runner, variant, turn) for turn in range(RECORDINGS) for variant in VARIANTS
     ]
-    data = {**options.header(setup), "length": LENGTH, "rounds": ROUNDS, "batches": []}
+    about = {**options.header(setup), "length": LENGTH, "rounds": ROUNDS}
+    results = Results(arguments.results, about)
     for batch in BATCHES:
         check(runner, recordings, batch, give_work(runner, batch))
         sample(recordings, batch)
-        data["batches"].append(figures(recordings, batch))
-        for entry in data["batches"][-1]["recordings"]:
-            print(batch, json.dumps(entry), flush=True)
-        arguments.results.write_text(json.dumps(data, indent=1) + "\n")
+        entry = figures(recordings, batch)
+        results.replace("batches", ("batch",), [entry])
+        for recording in entry["recordings"]:
+            print(batch, json.dumps(recording), flush=True)
 
 
 if __name__ == "__main__":

@@ -17,24 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import picture
-from costs import costs
+from costs import OFF, RELEASES, costs
 from growth import growth, table
 from results import ResultsError, merge, middle, paired_ratios
 
 HERE = Path(__file__).resolve().parent
 Data = Mapping[str, Any]
 
-RELEASES = {"ours": "ours", "peer": "0.5.11", "base": "0.5.10.post1"}
 ENGINES = RELEASES | {"ours-drafted": "ours with drafts"}
 ASKED = {"no": "not asked", "int32": "all ask, int32", "auto": "all ask, auto"}
-# What a row is compared with: the same engine without the flag, but the base with our tree (session
-# "base"), which does nothing then either; session "off" says whether that is so.
-OFF = {
-    "ours": {"engine": "ours", "flag": False, "asked": "no"},
-    "peer": {"engine": "peer", "flag": False, "asked": "no"},
-    "base": {"engine": "ours", "flag": False, "asked": "no"},
-    "ours-drafted": {"engine": "ours-drafted", "flag": False, "asked": "no"},
-}
 _BATCH = 64
 
 
@@ -42,7 +33,7 @@ def figures(data: Data) -> str:
     """README's tables: throughput against the flag off, and what a step and a request cost."""
     tables = (
         _ratios(data, "output_tps", "output tok/s / flag off"),
-        costs(data, RELEASES),
+        costs(data),
         _caption(data),
     )
     return "\n\n".join(filter(None, tables))

@@ -2,45 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang.srt.layers.moe.routed_experts import kernels
-from sglang.srt.layers.moe.routed_experts.capture import CaptureBuffer, LayerCapture
 from sglang.srt.layers.moe.routed_experts.layout import RankLayout
-from sglang.srt.layers.moe.routed_experts.shape import RowShape
-from sglang.srt.layers.moe.routed_experts.store import RowFiler
-from sglang.srt.layers.moe.routed_experts_capturer import _TargetCapturer
-
-SHAPE = RowShape(num_layers=3, top_k=2, num_experts=8)
-MOST, SLOTS = 8, 40
-
-
-class OneRank(_TargetCapturer):
-    """A capturer of a model that is not there: its layers are written to by the test."""
-
-    def __init__(self, rank: RankLayout) -> None:
-        self._rank, self._shape, self._most_rows = rank, SHAPE, MOST
-        self._buffer = CaptureBuffer(SHAPE, rank.buffer_tokens(MOST), SHAPE.top_k, "cpu")
-        self._layers = [LayerCapture(i, f"layer {i}", self._buffer, False) for i in range(3)]
-        self._all_reached, self._logged, self._gather = False, set(), None
-        self._filer = RowFiler(MOST, SHAPE, "cpu")
-        self._filer.open(SLOTS)
-        self._graphs = self._replayed = None
-
-    def forward(self, tokens: list[int], cache_loc: torch.Tensor, counts: list[int]) -> list[int]:
-        """Layer i routes `tokens[i]` tokens. Returns the status of the forward's KV slots."""
-        for layer, n in zip(self._layers, tokens):
-            if n:
-                layer.write(torch.ones((n, SHAPE.top_k), dtype=torch.int32))
-        batch = SimpleNamespace(
-            out_cache_loc=cache_loc, global_num_tokens_cpu=counts, forward_mode=ForwardMode.EXTEND
-        )
-        self.on_forward_end(batch, False)
-        return self._filer.store.status[cache_loc].tolist()
+from unit.layout.one_rank import OneRank
 
 
 def slots(count: int) -> torch.Tensor:

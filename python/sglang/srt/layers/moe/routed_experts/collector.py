@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SLOT_BYTES = 4  # of an entry of req_to_token, int32
-
 
 @dataclass
 class EarnedRows:
@@ -83,7 +81,6 @@ class RowCollector:
         self._device = device
         self._arena = arena
         self._on_gpu = device == "cuda"
-        self._dtype = shape.dtype_name
         self._filed: Event | None = None
         self._being_read: list[tuple[Event, tuple[EarnedRows | None, ...]]] = []
         self._warned = False
@@ -201,7 +198,8 @@ class RowCollector:
         kernels.launch_collect_at(
             store.units.data_ptr(),
             store.status.data_ptr(),
-            req_to_token.data_ptr() + (row * req_to_token.stride(0) + first) * SLOT_BYTES,
+            req_to_token.data_ptr()
+            + (row * req_to_token.stride(0) + first) * req_to_token.itemsize,
             block.address + HEADER_BYTES + offset * row_bytes,
             block.address + BAD_WORD * WORD_BYTES,
             end - first,
@@ -253,7 +251,11 @@ class RowCollector:
         start, end = _wanted(req, completion)
         shape = max(end - start, 0), self._shape.num_layers, self._shape.top_k
         answer = RowsDescriptor(
-            self._dtype, shape, start, req.routed_experts_dtype, len(req.origin_input_ids)
+            self._shape.dtype_name,
+            shape,
+            start,
+            req.routed_experts_dtype,
+            len(req.origin_input_ids),
         )
         if block is None:
             return answer

@@ -2,7 +2,7 @@
 
 Who writes which word of the header:
 
-    READY       the collect kernel, 0 -> 1, after the rows
+    READY       the schedule stream, 0 -> 1, behind the collect kernel
     BAD         the collect kernel: 1 if any row was never captured
     RELEASED    the reader, once: the block's generation
     GENERATION  the arena, when it hands the block out
